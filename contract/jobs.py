@@ -1,0 +1,131 @@
+"""The shapes that travel: a prompt job on its way in, a completion or an error on its way out.
+
+Everything here is plain JSON on the wire. `SCHEMA` rises when a field changes its meaning; a worker refuses
+a job newer than itself with a clear error instead of guessing.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from contract.sampling import SamplingParams
+
+SCHEMA = 1
+
+Priority = Literal["high", "normal", "low"]
+PRIORITIES: tuple[Priority, ...] = ("high", "normal", "low")
+FinishReason = Literal["stop", "length"]
+
+
+class ErrorCode(StrEnum):
+    """Why a prompt has no output. A closed list: scripts may rely on these words."""
+
+    BAD_JSON = "bad_json"
+    BAD_ENCODING = "bad_encoding"
+    BAD_ROW = "bad_row"
+    BAD_PARAMS = "bad_params"
+    DUPLICATE_ID = "duplicate_id"
+    EMPTY_PROMPT = "empty_prompt"
+    PROMPT_TOO_LONG = "prompt_too_long"
+    UNKNOWN_MODEL = "unknown_model"
+    OUT_OF_MEMORY = "out_of_memory"
+    MODEL_ERROR = "model_error"
+    WORKER_CRASHED = "worker_crashed"
+
+
+REMEDIES: dict[ErrorCode, str] = {
+    ErrorCode.BAD_JSON: "make the line one complete JSON object",
+    ErrorCode.BAD_ENCODING: "save the file as UTF-8",
+    ErrorCode.BAD_ROW: "give the row a 'prompt' (text) or 'messages' (list of role and content)",
+    ErrorCode.BAD_PARAMS: "correct the named parameter; the README's table lists them all",
+    ErrorCode.DUPLICATE_ID: "give every row its own custom_id",
+    ErrorCode.EMPTY_PROMPT: "put text into the prompt or remove the row",
+    ErrorCode.PROMPT_TOO_LONG: "shorten the prompt to the limit named in the message",
+    ErrorCode.UNKNOWN_MODEL: "remove the row's 'model' or submit the file with --model set to it",
+    ErrorCode.OUT_OF_MEMORY: "lower max_new_tokens, shorten the prompt, or use a larger device",
+    ErrorCode.MODEL_ERROR: "read the exception in the worker's log, then `producer retry`",
+    ErrorCode.WORKER_CRASHED: "this prompt was running at each of several worker crashes: read the logs, "
+    "then `producer retry`",
+}
+
+
+class Message(BaseModel):
+    """One turn of a conversation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class PromptJob(BaseModel):
+    """One prompt on its way to a worker. Exactly one of `prompt` and `messages` is set."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    schema_version: int = SCHEMA
+    batch: str
+    index: int = Field(ge=0, description="position among the batch's rows, from 0; the order of the output")
+    line: int = Field(ge=1, description="line in the source file, from 1")
+    id: str = Field(description="the user's custom_id, else the index")
+    prompt: str | None = None
+    messages: tuple[Message, ...] | None = None
+    params: SamplingParams = SamplingParams()
+    submitted_at: float = Field(description="seconds since the epoch")
+
+    @property
+    def job_id(self) -> str:
+        """The RQ job id: enqueuing the same prompt twice names the same job."""
+        return f"{self.batch}-{self.index}"
+
+    def shown_prompt(self) -> str | list[dict[str, str]]:
+        """The prompt as the user wrote it, for output and error rows."""
+        return self.prompt if self.prompt is not None else [m.model_dump() for m in self.messages or ()]
+
+
+class Usage(BaseModel):
+    """Token counts of one row. Completion tokens end at the stop token, which is not counted."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class Completion(BaseModel):
+    """One line of `batch_outputs/{name}.jsonl`."""
+
+    index: int
+    id: str
+    prompt: str | list[dict[str, str]]
+    output: str
+    finish_reason: FinishReason
+    usage: Usage
+    model: str
+    params: dict[str, Any] = Field(description="the sampling parameters as they were applied, seed included")
+    timing: dict[str, float] = Field(description="queued_s, denoise_s")
+    denoise: dict[str, float] = Field(description="steps, forwards, tokens_per_forward")
+    worker: str
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong with a prompt and after how many attempts."""
+
+    code: ErrorCode
+    message: str
+    attempts: int = 0
+
+
+class ErrorRow(BaseModel):
+    """One line of `batch_outputs/{name}.errors.jsonl`."""
+
+    index: int
+    id: str
+    line: int
+    prompt: str | list[dict[str, str]] | None
+    error: ErrorDetail
+    worker: str | None = None
+
+
+Row = Completion | ErrorRow

@@ -1,0 +1,77 @@
+"""structlog set-up: readable lines on a terminal, JSON lines in `logs/{name}.jsonl`, rotated by size.
+
+Called once by each command's `main`; importing this module does nothing. Events carry `batch`, `index`, `worker`
+as bound values.
+"""
+
+from __future__ import annotations
+
+import logging
+import logging.handlers
+import sys
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+BACKUPS = 5
+
+
+def set_up(folder: Path, name: str, level: str, max_mb: int, quiet: bool = False) -> None:
+    """Send all logging, ours and libraries', to stderr and `folder/name.jsonl`.
+
+    `quiet` keeps the terminal to warnings, for commands that draw a progress bar.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    shared: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.ExtraAdder(),
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.StackInfoRenderer(),
+    ]
+    file = logging.handlers.RotatingFileHandler(
+        folder / f"{name}.jsonl", maxBytes=max_mb << 20, backupCount=BACKUPS, encoding="utf-8"
+    )
+    file.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                structlog.processors.format_exc_info,
+                structlog.processors.JSONRenderer(ensure_ascii=False),
+            ],
+        )
+    )
+    terminal = logging.StreamHandler(sys.stderr)
+    terminal.setLevel("WARNING" if quiet else level.upper())
+    terminal.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()),
+            ],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers = [file, terminal]
+    root.setLevel(level.upper())
+    for library in ("rq", "watchdog", "urllib3", "transformers"):
+        logging.getLogger(library).setLevel("WARNING")
+    structlog.configure(
+        processors=[
+            structlog.stdlib.filter_by_level,
+            *shared,
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=False,
+    )
+
+
+def get(**bound: Any) -> structlog.stdlib.BoundLogger:
+    """A logger with `bound` values on every event."""
+    logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger("dllm").bind(**bound)
+    return logger

@@ -1,0 +1,95 @@
+"""Redis connection, queue names and enqueuing: what producer and worker must agree on about RQ.
+
+The only module besides `worker/intake.py` that imports rq. One prompt is one RQ job; the serializer is JSON, never
+pickle: whoever can write to Redis must not thereby be able to run code in a worker.
+
+Seams of RQ 3.0 that this module stands on (held by tests/contract/test_queues.py): `Queue.enqueue_many(pipeline=…)`
+writes everything through the pipeline it is given; `Retry(interval=0)` makes RQ's clean-up of an abandoned job put it
+back on its queue inside one transaction; `FailedJobRegistry.add(pipeline=…)`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+from redis import Redis
+from redis.backoff import ExponentialWithJitterBackoff
+from redis.client import Pipeline
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.retry import Retry as RedisRetry
+from rq import Queue, Retry
+from rq.job import Job
+from rq.registry import FailedJobRegistry
+from rq.serializers import JSONSerializer
+
+from contract.jobs import PRIORITIES, Priority, PromptJob
+
+TASK = "worker.tasks.denoise"
+RETRIES = 1_000_000
+"""RQ's own retry count only has to outlast any number of crashes: attempts are counted in `meta` by the worker."""
+FAILURE_TTL_S = 365 * 86_400
+RESPONSE_S = 30.0
+
+
+def connect(url: str) -> Redis:
+    """A connection to Redis that answers in bytes, as RQ needs, and retries short outages by itself."""
+    return Redis.from_url(
+        url,
+        socket_connect_timeout=5.0,
+        socket_timeout=RESPONSE_S,
+        health_check_interval=15,
+        retry=RedisRetry(ExponentialWithJitterBackoff(cap=2.0, base=0.05), retries=6),
+        retry_on_error=[RedisConnectionError, RedisTimeoutError],
+    )
+
+
+def queue_name(model: str, priority: Priority) -> str:
+    """`dllm-{model}-{priority}` with anything but letters, digits, dot and dash replaced by `_`."""
+    return f"dllm-{re.sub(r'[^A-Za-z0-9.-]', '_', model)}-{priority}"
+
+
+def queues(redis: Redis, model: str) -> list[Queue]:
+    """The model's queues, the most urgent first."""
+    return [queue(redis, model, priority) for priority in PRIORITIES]
+
+
+def queue(redis: Redis, model: str, priority: Priority) -> Queue:
+    return Queue(queue_name(model, priority), connection=redis, serializer=JSONSerializer)
+
+
+def enqueuing(target: Queue, jobs: Sequence[PromptJob]) -> Callable[[Pipeline], None]:
+    """A function that queues all of `jobs` on a pipeline, for `Ledger.advance`."""
+    data = [
+        Queue.prepare_data(
+            TASK,
+            args=(job.model_dump(mode="json", exclude_defaults=True),),
+            job_id=job.job_id,
+            description=f"{job.batch} row {job.index}",
+            result_ttl=0,
+            failure_ttl=FAILURE_TTL_S,
+            timeout=-1,
+            retry=Retry(max=RETRIES),
+        )
+        for job in jobs
+    ]
+    return lambda pipe: None if not data else _discard(target.enqueue_many(data, pipeline=pipe))
+
+
+def requeuing(redis: Redis, target: Queue, job_ids: Iterable[str]) -> Callable[[Pipeline], None]:
+    """A function that moves failed jobs back to their queue on a pipeline, with their attempts forgotten."""
+    found = [job for job in Job.fetch_many(list(job_ids), redis, serializer=JSONSerializer) if job]
+    failed = FailedJobRegistry(queue=target)
+
+    def requeue(pipe: Pipeline) -> None:
+        for job in found:
+            job.meta = {}
+            failed.remove(job, pipeline=pipe)
+            target._enqueue_job(job, pipeline=pipe)
+
+    return requeue
+
+
+def _discard(_: object) -> None:
+    return None

@@ -1,0 +1,82 @@
+"""How one prompt is denoised: validated once, frozen afterwards.
+
+Read by the parser (which turns a violation into an error row), carried in the job, obeyed by the engine.
+A field left at None means "the model's own recommendation", which the engine resolves at admission.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from contract.errors import BadPrompt, nearest
+
+Rule = Literal["fixed_steps", "threshold", "left_to_right", "entropy_bound"]
+CacheKind = Literal["none", "prefix"]
+
+
+class SamplingParams(BaseModel):
+    """Sampling parameters of one prompt. Definitions of the rules stand in `worker/engine/unmasking/`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
+
+    max_new_tokens: Annotated[int, Field(ge=1, le=1_000_000)] = 256
+    rule: Rule | None = None
+    denoise_steps: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    threshold: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    entropy_bound: Annotated[float, Field(ge=0.0)] | None = None
+    block_length: Annotated[int, Field(ge=1, le=4096)] | None = None
+    cache: CacheKind | None = None
+    temperature: Annotated[float, Field(ge=0.0, le=10.0)] = 0.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_booleans(cls, values: Any) -> Any:
+        """`true` is an int to Python; as a number of tokens it is a mistake."""
+        if isinstance(values, dict):
+            for name, value in values.items():
+                if isinstance(value, bool):
+                    raise ValueError(f"{name} must be a number, not {str(value).lower()}")
+        return values
+
+    @model_validator(mode="after")
+    def _parameters_belong_to_the_rule(self) -> SamplingParams:
+        if self.denoise_steps is not None and self.rule not in (None, "fixed_steps"):
+            raise ValueError(f"denoise_steps belongs to rule 'fixed_steps', not '{self.rule}': drop one of the two")
+        return self
+
+    def resolved_rule(self, default: Rule) -> Rule:
+        """The rule that applies: the named one, else `fixed_steps` when steps are given, else `default`."""
+        return self.rule or ("fixed_steps" if self.denoise_steps is not None else default)
+
+
+# Names under which other systems know our parameters.
+ALIASES = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "steps": "denoise_steps"}
+
+
+def parse_params(values: dict[str, Any], base: SamplingParams | None = None) -> SamplingParams:
+    """`values` laid over `base` (defaults when None).
+
+    Raises BadPrompt('bad_params') naming the parameter, what is wrong and the nearest known name.
+    """
+    named = {ALIASES.get(name, name): value for name, value in values.items() if value is not None}
+    for name in named:
+        if name not in SamplingParams.model_fields:
+            raise BadPrompt("bad_params", f"unknown parameter '{name}'{nearest(name, SamplingParams.model_fields)}")
+    inherited = base.model_dump(exclude_unset=True) if base else {}
+    # A rule and its steps are named together or not at all: the nearer naming drops the other one's counterpart.
+    for mine, theirs in (("rule", "denoise_steps"), ("denoise_steps", "rule")):
+        if mine in named:
+            inherited.pop(theirs, None)
+    merged = {**inherited, **named}
+    try:
+        return SamplingParams.model_validate(merged)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        what = first["msg"].removeprefix("Value error, ")
+        raise BadPrompt("bad_params", f"{where}: {what}" if where else what) from None

@@ -1,0 +1,153 @@
+"""One way to set a value: flag > environment > file > default.
+
+Files are `configs/producer.yaml` and `configs/worker.yaml`; the environment name of a setting is `DLLM_` plus its
+name in capitals. Unknown names are refused with the nearest known one, so that a typing mistake never passes silently.
+Settings are frozen once read.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+import yaml
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from contract.errors import SettingsError, nearest
+from contract.paths import Folders
+from contract.sampling import SamplingParams
+
+PREFIX = "DLLM_"
+Seconds = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class Settings(BaseSettings):
+    """What producer and worker share."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid", env_ignore_empty=True)
+    file_name: ClassVar[str] = ""
+
+    root: Path = Field(Path("."), description="the folder under which all others lie")
+    redis_url: str | None = Field(
+        None, description="redis://, rediss:// or unix:// address; without it a local server is started"
+    )
+    model: str = Field("demo", description="a name under models/, or the path of a checkpoint folder")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="what is logged")
+    log_prompts: bool = Field(False, description="write prompts and outputs into the logs too")
+    log_max_mb: Count = Field(64, description="a log file is rotated at this size")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Only what the caller passes in (flags over file values, see `read`) and the environment."""
+        return (init_settings, env_settings)
+
+    @property
+    def folders(self) -> Folders:
+        return Folders(self.root.resolve())
+
+    @property
+    def queue_model(self) -> str:
+        """The model's name in queue names and output rows: the last part of its path."""
+        return Path(self.model).name
+
+
+class ProducerSettings(Settings):
+    """Settings of `producer`, from `configs/producer.yaml`."""
+
+    file_name: ClassVar[str] = "producer.yaml"
+
+    priority: Literal["high", "normal", "low"] = Field("normal", description="queue that a batch goes to")
+    params: SamplingParams = Field(SamplingParams(), description="sampling parameters for rows that do not set them")
+    txt_mode: Literal["lines", "file"] = Field(
+        "lines", description=".txt input: one prompt a line, or the whole file as one prompt"
+    )
+    scan_s: Seconds = Field(2.0, description="seconds between scans of batch_inputs/")
+    settle_s: Annotated[float, Field(ge=0)] = Field(
+        1.0, description="seconds a file's size and mtime must stand still before it is claimed"
+    )
+    max_queued: Count = Field(10_000, description="prompts of one batch that stand in Redis at a time")
+    max_queued_mb: Count = Field(64, description="the same in megabytes of prompt text")
+    max_line_mb: Count = Field(16, description="a longer input line is an error row")
+
+
+class WorkerSettings(Settings):
+    """Settings of `worker`, from `configs/worker.yaml`."""
+
+    file_name: ClassVar[str] = "worker.yaml"
+
+    device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="arithmetic; auto: bfloat16 where the hardware multiplies it natively, else float32"
+    )
+    threads: int = Field(0, ge=0, description="CPU threads; 0: all cores")
+    max_rows: Count = Field(32, description="prompts denoised together")
+    max_step_tokens: Count = Field(2048, description="positions in one forward; longer prompts prefill in chunks")
+    linger_ms: int = Field(50, ge=0, description="an idle worker that sees a first job waits this long for more")
+    max_attempts: Count = Field(3, description="attempts per prompt before it is failed")
+    retry_base_s: Seconds = Field(2.0, description="first retry delay; doubles each time, with full jitter")
+    retry_max_s: Seconds = Field(60.0, description="longest retry delay")
+    lease_s: Seconds = Field(30.0, description="a job not renewed for this long returns to the queue")
+    scan_s: Seconds = Field(10.0, description="seconds between looks for lost jobs and unsealed batches")
+    grace_s: Annotated[float, Field(ge=0)] = Field(
+        20.0, description="seconds to finish running prompts after SIGTERM; the rest is given back"
+    )
+    name: str | None = Field(None, description="worker name; default: host and process id")
+
+
+S = TypeVar("S", bound=Settings)
+
+
+def read(kind: type[S], flags: dict[str, Any] | None = None) -> S:
+    """The settings of `kind`, frozen. `flags` are what the command line gave; None values count as not given.
+
+    Raises SettingsError naming the place (flag, variable or file), the value and what would be right.
+    """
+    given = {name: value for name, value in (flags or {}).items() if value is not None}
+    _refuse_unknown_environment()
+    root = Path(given.get("root") or os.environ.get(f"{PREFIX}ROOT") or ".")
+    file = Folders(root).configs / kind.file_name
+    from_file = _read_file(file, kind)
+    # Precedence: pydantic-settings ranks init above environment, so file values step back where the environment speaks.
+    for name in list(from_file):
+        if os.environ.get(PREFIX + name.upper()):
+            del from_file[name]
+    try:
+        return kind(**{**from_file, **given})
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"])
+        where = file if first["loc"] and first["loc"][0] in from_file else f"--{name} or {PREFIX}{name.upper()}"
+        message = first["msg"].removeprefix("Value error, ")
+        raise SettingsError(f"{where}: {name} = {first['input']!r}: {message}") from None
+
+
+def _read_file(file: Path, kind: type[Settings]) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{file}: not readable as YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise SettingsError(f"{file}: expected 'name: value' lines, found a {type(values).__name__}")
+    for name in values:
+        if name not in kind.model_fields:
+            raise SettingsError(f"{file}: unknown setting '{name}'{nearest(str(name), kind.model_fields)}")
+    return values
+
+
+def _refuse_unknown_environment() -> None:
+    known = {PREFIX + name.upper() for kind in (ProducerSettings, WorkerSettings) for name in kind.model_fields}
+    for name in os.environ:
+        if name.startswith(PREFIX) and name not in known:
+            raise SettingsError(f"unknown environment variable {name}{nearest(name, known)}")

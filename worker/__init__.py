@@ -1,0 +1,1 @@
+"""The worker: holds the model, takes jobs from the queue and turns them into output rows."""
