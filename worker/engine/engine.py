@@ -1,0 +1,93 @@
+"""The engine: token ids in, token ids out. No Redis, no files, no tokenizer.
+
+`step()` is the whole architecture: the scheduler chooses spans, the runner makes one ragged forward of them and
+decides tokens, rows take them, and those that ended leave. Rows enter and leave between any two steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+
+from contract.errors import PromptFailure
+from worker.engine.models.decoder import Decoder
+from worker.engine.models.spec import ModelSpec
+from worker.engine.runner import ModelRunner
+from worker.engine.scheduler import Scheduler
+from worker.engine.sequence import Finished, Request, Row, State, admit
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Running totals since the engine started; differences between two readings describe a stretch of work."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    rows: int = 0  # summed over steps
+    positions: int = 0  # computed by linear layers
+    attention_cells: int = 0  # query-key pairs that were wanted
+    attention_padded: int = 0  # query-key pairs that were computed
+
+
+class Engine:
+    """Denoises any mix of rows together. Not thread-safe: one thread adds and steps."""
+
+    def __init__(self, spec: ModelSpec, decoder: Decoder, max_rows: int = 32, max_step_tokens: int = 2048) -> None:
+        self.spec = spec
+        self.runner = ModelRunner(spec, decoder)
+        self.scheduler = Scheduler(max_rows, max_step_tokens)
+        self.stats = EngineStats()
+        self._next_key = 0
+
+    def add(self, request: Request) -> None:
+        """Let a prompt wait for its first step. Raises BadPrompt when it can never run."""
+        self.scheduler.add(admit(self._next_key, request, self.spec))
+        self._next_key += 1
+
+    def room(self) -> int:
+        """How many more rows would run at once."""
+        return self.scheduler.room()
+
+    def active(self) -> list[Hashable]:
+        """Ids of all rows in the engine, running and waiting."""
+        return [row.request.id for row in (*self.scheduler.running, *self.scheduler.waiting)]
+
+    def step(self) -> list[Finished]:
+        """One forward over the scheduled rows; the rows that ended with it."""
+        started = time.perf_counter()
+        chosen = self.scheduler.step()
+        if not chosen:
+            return []
+        rows, spans = [row for row, _ in chosen], [span for _, span in chosen]
+        for row, span, tokens in zip(rows, spans, self.runner.run(rows, spans), strict=True):
+            if -1 in tokens:
+                row.fail(PromptFailure("model_error", "the model computed something that is not a number"))
+            else:
+                row.receive(span, tokens)
+        self._count(rows, sum(len(span.tokens) for span in spans), time.perf_counter() - started)
+        return [self._retire(row) for row in self.scheduler.retire()]
+
+    def remove(self, request_id: Hashable) -> bool:
+        """Drop a row without a result (it was given back or cancelled); False when it is not here."""
+        row = self.scheduler.remove(request_id)
+        if row is not None:
+            self.runner.release(row)
+        return row is not None
+
+    def _retire(self, row: Row) -> Finished:
+        assert row.state is State.FINISHED
+        self.runner.release(row)
+        return row.finished()
+
+    def _count(self, rows: list[Row], positions: int, seconds: float) -> None:
+        attention = self.runner.last_attention
+        self.stats = replace(
+            self.stats,
+            steps=self.stats.steps + 1,
+            seconds=self.stats.seconds + seconds,
+            rows=self.stats.rows + len(rows),
+            positions=self.stats.positions + positions,
+            attention_cells=self.stats.attention_cells + attention.cells,
+            attention_padded=self.stats.attention_padded + attention.padded_cells,
+        )

@@ -1,0 +1,135 @@
+"""A checkpoint folder -> spec and decoder, on a device and in a dtype. Runs no code from the folder.
+
+Weights come from safetensors, one file or an index of shards, mapped into memory and read one at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from contract.errors import ModelLoadError
+from worker.engine.models.decoder import Decoder, shapes
+from worker.engine.models.registry import model_spec
+from worker.engine.models.spec import ModelSpec
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model that is ready to run."""
+
+    spec: ModelSpec
+    decoder: Decoder
+
+    @property
+    def parameters(self) -> int:
+        return sum(tensor.numel() for tensor in self.decoder.tensors())
+
+
+def load(folder: Path, device: str = "auto", dtype: str = "auto") -> Loaded:
+    """Load the checkpoint in `folder`.
+
+    Raises ModelLoadError naming what is missing, unexpected or wrongly shaped, or why the device cannot be used.
+    """
+    spec = model_spec(read_config(folder))
+    target = choose_device(device)
+    wanted = choose_dtype(dtype, target)
+    with ExitStack() as stack:
+        fetch = _open_weights(folder, spec, stack)
+        decoder = Decoder(spec.decoder, lambda name: fetch(name).to(target, wanted))
+    return Loaded(spec, decoder)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The checkpoint's `config.json`."""
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ModelLoadError(f"no model at {folder}: config.json is missing; name a checkpoint folder with --model")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelLoadError(f"{file} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ModelLoadError(f"{file} is not a JSON object")
+    return config
+
+
+def choose_device(device: str) -> torch.device:
+    """`auto` is CUDA when it is there, else the CPU."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        raise ModelLoadError(f"unknown device '{device}': use auto, cpu, cuda or cuda:N") from None
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise ModelLoadError(f"device '{device}' is not there: {torch.cuda.device_count()} CUDA devices are visible")
+    return chosen
+
+
+def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 where the hardware multiplies it natively, else float32."""
+    if dtype != "auto":
+        return DTYPES[dtype]
+    native = torch.cuda.is_bf16_supported() if device.type == "cuda" else _cpu_multiplies_bfloat16()
+    return torch.bfloat16 if native else torch.float32
+
+
+def _cpu_multiplies_bfloat16() -> bool:
+    """AVX512-BF16 or AMX; torch names these probes privately, so their absence means no."""
+    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)
+
+
+def _open_weights(folder: Path, spec: ModelSpec, stack: ExitStack) -> Callable[[str], Tensor]:
+    """A function from our weight name to the tensor; complains at once about anything that does not fit."""
+    where: dict[str, Any] = {}
+    for file in _weight_files(folder):
+        try:
+            opened = stack.enter_context(safe_open(file, framework="pt"))
+        except (SafetensorError, OSError) as error:
+            raise ModelLoadError(f"{file} cannot be read as safetensors: {error}") from None
+        where |= dict.fromkeys(opened.keys(), opened)
+    wanted = {spec.tensor_name(name): shape for name, shape in shapes(spec.decoder).items()}
+    _compare(folder, wanted, {name: tuple(file.get_slice(name).get_shape()) for name, file in where.items()}, spec)
+    return lambda name: where[spec.tensor_name(name)].get_tensor(spec.tensor_name(name))
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        files = [folder / name for name in names]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    missing = [file.name for file in files if not file.is_file()]
+    if missing or not files:
+        raise ModelLoadError(f"{folder}: {', '.join(missing) or 'no *.safetensors file'} missing")
+    return files
+
+
+def _compare(
+    folder: Path, wanted: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]], spec: ModelSpec
+) -> None:
+    complaints = [f"missing {name}" for name in wanted if name not in found]
+    complaints += [
+        f"{name} has shape {list(found[name])}, expected {list(shape)}"
+        for name, shape in wanted.items()
+        if name in found and found[name] != shape
+    ]
+    # A tied head is sometimes stored as well; it is the embedding again.
+    spare = {spec.tensor_name("head")} if spec.decoder.tied_head else set()
+    complaints += [f"unexpected {name}" for name in found if name not in wanted and name not in spare]
+    if complaints:
+        more = f" and {len(complaints) - 5} more" if len(complaints) > 5 else ""
+        raise ModelLoadError(f"{folder}: weights do not fit: {'; '.join(complaints[:5])}{more}")

@@ -1,0 +1,1 @@
+"""Model families: a declaration each, over one decoder."""

@@ -1,0 +1,161 @@
+"""The one lean decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU, over packed tokens.
+
+It sees a flat list of positions from any number of rows; which of them may look at which keys is the attention
+plan's business (`runner.py`). There is no padding and no batch axis here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from worker.engine.models.spec import DecoderConfig
+
+Fetch = Callable[[str], Tensor]
+"""A weight by our name (`layers.0.q`), on the device and in the dtype it will run in."""
+
+
+class Attend(Protocol):
+    """Stores this step's keys and values of one layer and lets every query see its own row's keys."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q (T, heads, head_dim), k and v (T, kv_heads, head_dim) -> (T, heads * head_dim)."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer's weights; projections that read the same input are stacked into one matrix."""
+
+    attention_norm: Tensor  # (d,)
+    qkv: Tensor  # ((heads + 2 kv_heads) * head_dim, d)
+    qkv_bias: Tensor | None  # ((heads + 2 kv_heads) * head_dim,)
+    qk_norm: tuple[Tensor, Tensor] | None  # (head_dim,) each
+    o: Tensor  # (d, heads * head_dim)
+    mlp_norm: Tensor  # (d,)
+    gate_up: Tensor  # (2 * intermediate, d)
+    down: Tensor  # (d, intermediate)
+
+
+class Decoder:
+    """Weights and forward pass. `hidden` is called under `torch.inference_mode` by the runner."""
+
+    def __init__(self, config: DecoderConfig, fetch: Fetch) -> None:
+        self.config = config
+        self.embed = fetch("embed")  # (V, d)
+        self.layers = [_layer(config, number, fetch) for number in range(config.layers)]
+        self.norm = fetch("norm")  # (d,)
+        self.head = self.embed if config.tied_head else fetch("head")  # (V, d)
+        self.cos, self.sin = rope_tables(config, self.embed.dtype, self.embed.device)
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed.dtype
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every weight once, for counting parameters and bytes."""
+        yield from (self.embed, self.norm)
+        if self.head is not self.embed:
+            yield self.head
+        for layer in self.layers:
+            yield from (layer.attention_norm, layer.qkv, layer.o, layer.mlp_norm, layer.gate_up, layer.down)
+            yield from (layer.qk_norm or ())
+            if layer.qkv_bias is not None:
+                yield layer.qkv_bias
+
+    def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """tokens (T,), positions (T,) -> states before the last norm (T, d)."""
+        x = F.embedding(tokens, self.embed)
+        cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)  # (T, 1, head_dim)
+        for number, layer in enumerate(self.layers):
+            x = x + self._attention(number, layer, self._rms_norm(x, layer.attention_norm), cos, sin, attend)
+            x = x + _swiglu(self._rms_norm(x, layer.mlp_norm), layer)
+        return x
+
+    def last_norm(self, x: Tensor) -> Tensor:
+        """(N, d) -> (N, d), ready for the head; apart from `hidden` so that only rows with a target pay for it."""
+        return self._rms_norm(x, self.norm)
+
+    def _attention(self, number: int, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        c = self.config
+        qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(-1, c.heads + 2 * c.kv_heads, c.head_dim)
+        q, k, v = qkv.split([c.heads, c.kv_heads, c.kv_heads], dim=1)
+        if layer.qk_norm is not None:
+            q, k = self._rms_norm(q, layer.qk_norm[0]), self._rms_norm(k, layer.qk_norm[1])
+        return F.linear(attend(number, _rotate(q, cos, sin), _rotate(k, cos, sin), v), layer.o)
+
+    def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Statistics in float32, the weight applied in the model's dtype, as Llama and LLaDA publish it."""
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.config.norm_eps)
+        return (wide * scale).to(x.dtype) * weight
+
+
+def rope_tables(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin (max_positions, head_dim), computed in float64 on the half-split layout, rounded once."""
+    half = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+    angles = torch.outer(torch.arange(config.max_positions, dtype=torch.float64), config.rope_theta**-half)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding, half-split: (T, heads, head_dim) -> the same."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def _swiglu(x: Tensor, layer: Layer) -> Tensor:
+    gate, up = F.linear(x, layer.gate_up).chunk(2, dim=-1)
+    return F.linear(F.silu(gate) * up, layer.down)
+
+
+def _layer(config: DecoderConfig, number: int, fetch: Fetch) -> Layer:
+    def get(part: str) -> Tensor:
+        return fetch(f"layers.{number}.{part}")
+
+    return Layer(
+        attention_norm=get("attention_norm"),
+        qkv=torch.cat([get("q"), get("k"), get("v")]),
+        qkv_bias=torch.cat([get("q_bias"), get("k_bias"), get("v_bias")]) if config.qkv_bias else None,
+        qk_norm=(get("q_norm"), get("k_norm")) if config.qk_norm else None,
+        o=get("o"),
+        mlp_norm=get("mlp_norm"),
+        gate_up=torch.cat([get("gate"), get("up")]),
+        down=get("down"),
+    )
+
+
+def shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Our name -> shape of every weight a checkpoint must hold; what the loader checks against."""
+    c = config
+    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    one: dict[str, tuple[int, ...]] = {
+        "attention_norm": (c.hidden_size,),
+        "q": (q, c.hidden_size),
+        "k": (kv, c.hidden_size),
+        "v": (kv, c.hidden_size),
+        "o": (c.hidden_size, q),
+        "mlp_norm": (c.hidden_size,),
+        "gate": (c.intermediate_size, c.hidden_size),
+        "up": (c.intermediate_size, c.hidden_size),
+        "down": (c.hidden_size, c.intermediate_size),
+    }
+    if c.qkv_bias:
+        one |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)}
+    if c.qk_norm:
+        one |= {"q_norm": (c.head_dim,), "k_norm": (c.head_dim,)}
+    table: dict[str, tuple[int, ...]] = {"embed": (c.vocab_size, c.hidden_size), "norm": (c.hidden_size,)}
+    if not c.tied_head:
+        table["head"] = (c.vocab_size, c.hidden_size)
+    for number in range(c.layers):
+        table |= {f"layers.{number}.{part}": shape for part, shape in one.items()}
+    return table

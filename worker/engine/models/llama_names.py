@@ -1,0 +1,58 @@
+"""Names and config fields that every Llama-shaped family shares."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from worker.engine.models.spec import DecoderConfig
+
+_IN_LAYER = {
+    "attention_norm": "input_layernorm.weight",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "q": "self_attn.q_proj.weight",
+    "k": "self_attn.k_proj.weight",
+    "v": "self_attn.v_proj.weight",
+    "o": "self_attn.o_proj.weight",
+    "q_bias": "self_attn.q_proj.bias",
+    "k_bias": "self_attn.k_proj.bias",
+    "v_bias": "self_attn.v_proj.bias",
+    "q_norm": "self_attn.q_norm.weight",
+    "k_norm": "self_attn.k_norm.weight",
+    "gate": "mlp.gate_proj.weight",
+    "up": "mlp.up_proj.weight",
+    "down": "mlp.down_proj.weight",
+}
+_OUTSIDE = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
+
+
+def llama_name(name: str) -> str:
+    """`layers.3.q` -> `model.layers.3.self_attn.q_proj.weight`."""
+    if name in _OUTSIDE:
+        return _OUTSIDE[name]
+    _, layer, part = name.split(".")
+    return f"model.layers.{layer}.{_IN_LAYER[part]}"
+
+
+def llama_decoder(config: dict[str, Any]) -> DecoderConfig:
+    """Decoder shapes from Llama's config fields, as transformers writes them (before and after version 5)."""
+    rope = config.get("rope_parameters") or {}
+    heads = config["num_attention_heads"]
+    return DecoderConfig(
+        vocab_size=config["vocab_size"],
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
+        layers=config["num_hidden_layers"],
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        norm_eps=config["rms_norm_eps"],
+        rope_theta=float(config.get("rope_theta") or rope.get("rope_theta") or 10_000.0),
+        max_positions=config["max_position_embeddings"],
+        tied_head=bool(config.get("tie_word_embeddings", False)),
+    )
+
+
+def stop_ids(config: dict[str, Any]) -> frozenset[int]:
+    """The ids that end a text: `eos_token_id`, one or several."""
+    ids = config["eos_token_id"]
+    return frozenset(ids if isinstance(ids, list) else [ids])

@@ -1,0 +1,68 @@
+"""Who is in the next forward: rows in flight under a row and a position budget, in order of arrival."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+
+from worker.engine.sequence import Row, Span, State
+
+
+class Scheduler:
+    """Waiting and running rows. Rows that denoise go first; what is left of the budget prefills."""
+
+    def __init__(self, max_rows: int, max_step_tokens: int) -> None:
+        self.max_rows = max_rows
+        self.max_step_tokens = max_step_tokens
+        self.waiting: deque[Row] = deque()
+        self.running: list[Row] = []
+
+    def __len__(self) -> int:
+        return len(self.waiting) + len(self.running)
+
+    def add(self, row: Row) -> None:
+        self.waiting.append(row)
+
+    def room(self) -> int:
+        """Rows that could be added and run at once."""
+        return max(0, self.max_rows - len(self))
+
+    def step(self) -> list[tuple[Row, Span]]:
+        """Admit what fits, then choose this forward's rows and spans; never empty while there are rows."""
+        while self.waiting and len(self.running) < self.max_rows:
+            self.running.append(self.waiting.popleft())
+        chosen: list[tuple[Row, Span]] = []
+        left = self.max_step_tokens
+        prefilling = [row for row in self.running if row.state is State.PREFILLING]
+        for row in self.running:
+            if row.state is not State.PREFILLING and (row.next_length() <= left or not chosen):
+                chosen.append((row, row.span(left)))
+                left -= row.next_length()
+        for row in prefilling:
+            if left > 0:
+                span = row.span(left)
+                chosen.append((row, span))
+                left -= len(span.tokens)
+        self._rotate({id(row) for row, _ in chosen})
+        return chosen
+
+    def remove(self, request_id: Hashable) -> Row | None:
+        """Take a row out, running or waiting; None when it is not here."""
+        for rows in (self.running, self.waiting):
+            for row in rows:
+                if row.request.id == request_id:
+                    rows.remove(row)
+                    return row
+        return None
+
+    def retire(self) -> list[Row]:
+        """Take out the rows that are finished."""
+        finished = [row for row in self.running if row.state is State.FINISHED]
+        if finished:
+            self.running = [row for row in self.running if row.state is not State.FINISHED]
+        return finished
+
+    def _rotate(self, chosen: set[int]) -> None:
+        """Rows that the budget left out come first next time."""
+        if len(chosen) < len(self.running):
+            self.running.sort(key=lambda row: id(row) in chosen)

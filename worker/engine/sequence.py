@@ -1,0 +1,365 @@
+"""A row: one prompt being denoised. It says what its next forward computes and takes what that forward decided.
+
+The two kinds differ in what they forward and in what they may see; everything else (rules, stopping, limits) is the
+same. A row knows nothing of its neighbours, of tensors or of where its keys and values lie.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Hashable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import ClassVar, Literal
+
+from contract.errors import BadPrompt, PromptError
+from contract.sampling import CacheKind, Rule, SamplingParams
+from worker.engine.models.spec import ModelSpec
+from worker.engine.unmasking import DEFAULT_ENTROPY_BOUND
+from worker.engine.unmasking.fixed_steps import quota
+
+
+class State(Enum):
+    """Where a row stands; COMMITTING exists only where finished blocks are cached."""
+
+    PREFILLING = auto()
+    DENOISING = auto()
+    COMMITTING = auto()
+    FINISHED = auto()
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt as the engine takes it. `id` is the caller's own name for it."""
+
+    id: Hashable
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A row's parameters with every default resolved; fixed at admission."""
+
+    rule: Rule
+    number: float  # τ or γ; unused by fixed_steps, whose quota changes from step to step
+    max_new_tokens: int
+    denoise_steps: int
+    block_length: int
+    cache: CacheKind
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Target:
+    """A masked position to predict: read at `offset` of the span, meant for canvas position `position`."""
+
+    offset: int
+    position: int
+
+
+@dataclass(frozen=True)
+class Span:
+    """What one row computes in one forward.
+
+    Tokens at canvas positions start, start+1, …; query i sees the row's first `visible[i]` keys, this span's own
+    included (they are stored before anybody looks).
+    """
+
+    start: int
+    tokens: list[int]
+    visible: list[int]
+    targets: list[Target]
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a row ended: its tokens up to the first stop token (that one left out), or the error."""
+
+    id: Hashable
+    prompt_tokens: int
+    token_ids: tuple[int, ...]
+    finish_reason: Literal["stop", "length"]
+    plan: Plan
+    steps: int
+    forwards: int
+    positions: int
+    seconds: float
+    error: PromptError | None = None
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Tokens gained per forward of this row, commits counted, prefill not."""
+        return len(self.token_ids) / self.forwards if self.forwards else 0.0
+
+
+@dataclass(eq=False)
+class Row(ABC):
+    """State common to both kinds. The canvas is the prompt and what follows it, mask ids where undecided."""
+
+    key: int
+    request: Request
+    plan: Plan
+    spec: ModelSpec
+    canvas: list[int] = field(init=False)
+    state: State = field(init=False, default=State.PREFILLING)
+    block_start: int = field(init=False)
+    steps: int = field(init=False, default=0)  # denoise forwards
+    forwards: int = field(init=False, default=0)  # denoise and commit forwards
+    positions: int = field(init=False, default=0)  # positions computed, prefill included
+    error: PromptError | None = field(init=False, default=None)
+    admitted_at: float = field(init=False, default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        self.canvas = list(self.request.prompt_ids)
+        self.block_start = self.prompt_length
+        self._block_masks = 0
+        self._block_step = 0
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.request.prompt_ids)
+
+    @property
+    def limit(self) -> int:
+        """The canvas position at which the answer must end."""
+        return self.prompt_length + self.plan.max_new_tokens
+
+    @property
+    def block_end(self) -> int:
+        return self.block_start + self.plan.block_length
+
+    @abstractmethod
+    def next_length(self) -> int:
+        """Positions of the next forward; only prefill can be cut shorter."""
+
+    @abstractmethod
+    def span(self, budget: int) -> Span:
+        """The next forward, at most `budget` positions where it can be cut (prefill)."""
+
+    @abstractmethod
+    def receive(self, span: Span, tokens: Items[int | None]) -> None:
+        """Take the forward's outcome: for each target of `span` the accepted token, or None."""
+
+    def number(self) -> float:
+        """The rule's number for the next decision: τ, γ or this step's quota."""
+        if self.plan.rule == "fixed_steps":
+            return quota(self._block_masks, self._block_steps(), self._block_step)
+        return self.plan.number
+
+    def fail(self, error: PromptError) -> None:
+        """End the row with an error."""
+        self.error, self.state = error, State.FINISHED
+
+    def finished(self) -> Finished:
+        """The row's result; call once it is FINISHED."""
+        end = self._answer_end()
+        return Finished(
+            id=self.request.id,
+            prompt_tokens=self.prompt_length,
+            token_ids=tuple(self.canvas[self.prompt_length : end]),
+            finish_reason="stop" if end < self.limit else "length",
+            plan=self.plan,
+            steps=self.steps,
+            forwards=self.forwards,
+            positions=self.positions,
+            seconds=time.perf_counter() - self.admitted_at,
+            error=self.error,
+        )
+
+    def _masked(self, start: int, end: int) -> list[int]:
+        return [p for p in range(start, end) if self.canvas[p] == self.spec.mask_id]
+
+    def _place(self, span: Span, tokens: Items[int | None]) -> None:
+        for target, token in zip(span.targets, tokens, strict=True):
+            if token is not None:
+                self.canvas[target.position] = token
+        self.positions += len(span.tokens)
+        if self._ended():
+            self.state = State.FINISHED
+
+    def _begin_block(self, start: int, masks: int) -> None:
+        self.block_start, self._block_masks, self._block_step = start, masks, 0
+
+    def _count_step(self) -> None:
+        self.steps += 1
+        self.forwards += 1
+        self._block_step += 1
+
+    def _block_steps(self) -> int:
+        """This block's share of `denoise_steps`: an even split, the first blocks taking the remainder, at least one."""
+        blocks = -(-self.plan.max_new_tokens // self.plan.block_length)
+        block = (self.block_start - self.prompt_length) // self.plan.block_length
+        return max(1, quota(self.plan.denoise_steps, blocks, block))
+
+    def _answer_end(self) -> int:
+        """Where the answer ends if it ends now: the first stop token, else the limit."""
+        for position in range(self.prompt_length, min(self.limit, len(self.canvas))):
+            if self.canvas[position] in self.spec.stop_ids:
+                return position
+        return self.limit
+
+    def _ended(self) -> bool:
+        """No mask before the first stop token or the limit. Blocks before the active one hold no mask."""
+        for position in range(self.block_start, min(self.limit, len(self.canvas))):
+            token = self.canvas[position]
+            if token in self.spec.stop_ids:
+                return True
+            if token == self.spec.mask_id:
+                return False
+        return len(self.canvas) >= self.limit
+
+
+class CausalContextRow(Row):
+    """Finished text is causal and cached for good; the active block sees it and all of itself. Shifted by one.
+
+    Prefill and each commit also predict the next block's first slot, exactly as an autoregressive model would, so a
+    block is denoised from its second slot on.
+    """
+
+    KIND: ClassVar[str] = "causal_context"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._prefilled = 0
+
+    def next_length(self) -> int:
+        if self.state is State.PREFILLING:
+            return self.prompt_length - self._prefilled
+        return self.plan.block_length
+
+    def span(self, budget: int) -> Span:
+        if self.state is State.PREFILLING:
+            start, end = self._prefilled, min(self.prompt_length, self._prefilled + budget)
+            return self._causal(start, end, opens_block=end == self.prompt_length)
+        if self.state is State.COMMITTING:
+            return self._causal(self.block_start, self.block_end, opens_block=True)
+        start, end = self.block_start, self.block_end
+        targets = [Target(position - 1 - start, position) for position in self._masked(start, min(end, self.limit))]
+        return Span(start, self.canvas[start:end], [end] * (end - start), targets)
+
+    def receive(self, span: Span, tokens: Items[int | None]) -> None:
+        if self.state is State.PREFILLING:
+            self._prefilled = span.end
+            if span.targets:
+                self._open_block(span.end)
+        elif self.state is State.COMMITTING:
+            self.forwards += 1
+            self._open_block(span.end)
+        else:
+            self._count_step()
+        self._place(span, tokens)
+        if self.state is State.DENOISING and not self._masked(self.block_start, self.block_end):
+            self.state = State.COMMITTING
+
+    def _causal(self, start: int, end: int, opens_block: bool) -> Span:
+        targets = [Target(end - 1 - start, end)] if opens_block else []
+        return Span(start, self.canvas[start:end], list(range(start + 1, end + 1)), targets)
+
+    def _open_block(self, start: int) -> None:
+        self.canvas.extend([self.spec.mask_id] * self.plan.block_length)
+        # The first slot arrives with the forward that opens the block; the rule's quota is for the others.
+        self._begin_block(start, min(self.limit - start, self.plan.block_length) - 1)
+        self.state = State.DENOISING
+
+
+class BidirectionalRow(Row):
+    """Every position sees the whole canvas, which stands there in masks from the start; blocks go left to right.
+
+    cache `none`: each step computes the whole canvas (exact). cache `prefix`: a block's first step does, and keeps
+    keys and values; its later steps compute from the block on and see the frozen prefix.
+    """
+
+    KIND: ClassVar[str] = "bidirectional"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.canvas += [self.spec.mask_id] * self.plan.max_new_tokens
+        self.state = State.DENOISING
+        self._open_block(self.prompt_length)
+
+    def _open_block(self, start: int) -> None:
+        self._begin_block(start, min(self.limit - start, self.plan.block_length))
+
+    def _block_limit(self) -> int:
+        return min(self.block_end, self.limit)
+
+    def _span_start(self) -> int:
+        return self.block_start if self.plan.cache == "prefix" and self._block_step else 0
+
+    def next_length(self) -> int:
+        return len(self.canvas) - self._span_start()
+
+    def span(self, budget: int) -> Span:
+        start, end = self._span_start(), len(self.canvas)
+        targets = [Target(p - start, p) for p in self._masked(self.block_start, self._block_limit())]
+        return Span(start, self.canvas[start:], [end] * (end - start), targets)
+
+    def receive(self, span: Span, tokens: Items[int | None]) -> None:
+        self._count_step()
+        self._place(span, tokens)
+        if self.state is State.DENOISING and not self._masked(self.block_start, self._block_limit()):
+            self._open_block(self.block_end)
+
+
+ROWS: dict[str, type[Row]] = {row.KIND: row for row in (CausalContextRow, BidirectionalRow)}
+
+
+def admit(key: int, request: Request, spec: ModelSpec) -> Row:
+    """A row for `request`, its parameters resolved against the model's recommendations.
+
+    Raises BadPrompt: `empty_prompt`, `prompt_too_long` (naming the limit) or `bad_params`.
+    """
+    plan = _plan(request, spec)
+    return ROWS[spec.attention](key, request, plan, spec)
+
+
+def _plan(request: Request, spec: ModelSpec) -> Plan:
+    params = request.params
+    rule = params.resolved_rule(spec.rule)
+    if params.cache is not None and spec.attention == "causal_context":
+        raise BadPrompt("bad_params", f"cache: family '{spec.family}' always uses its exact cache; leave it out")
+    block_length = params.block_length or spec.block_length
+    limit = _room(request, spec, block_length)
+    number = params.entropy_bound if rule == "entropy_bound" else params.threshold
+    if number is None:
+        number = DEFAULT_ENTROPY_BOUND if rule == "entropy_bound" else spec.threshold
+    max_new_tokens = min(params.max_new_tokens, limit)
+    return Plan(
+        rule=rule,
+        number=number,
+        max_new_tokens=max_new_tokens,
+        denoise_steps=params.denoise_steps or max_new_tokens,
+        block_length=block_length,
+        cache=params.cache or "none",
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        seed=params.seed or 0,
+    )
+
+
+def _room(request: Request, spec: ModelSpec, block_length: int) -> int:
+    """Answer tokens that the context leaves; a causal context needs room for a last whole block."""
+    length, context = len(request.prompt_ids), spec.decoder.max_positions
+    if length == 0:
+        raise BadPrompt("empty_prompt", "the prompt has no tokens")
+    room = context - length
+    if spec.attention == "causal_context":
+        room -= room % block_length
+    if room < 1:
+        raise BadPrompt(
+            "prompt_too_long",
+            f"the prompt has {length} tokens; the model's context of {context} leaves no room for an answer "
+            f"(longest prompt: {context - block_length} tokens)",
+        )
+    return room
