@@ -139,6 +139,11 @@ class Ledger:
             return True
         return _text(self.redis.hget(f"{PREFIX}:outputs", name)) == batch
 
+    def release_output(self, batch: str, name: str) -> None:
+        """Give up an output name that `reserve_output` gave this batch; another batch's name is left alone."""
+        if _text(self.redis.hget(f"{PREFIX}:outputs", name)) == batch:
+            self.redis.hdel(f"{PREFIX}:outputs", name)
+
     def get(self, batch: str) -> Batch | None:
         """The batch, or None when it is not known."""
         return next(iter(self.get_many([batch])), None)
@@ -245,14 +250,24 @@ class Ledger:
 
     def reopen(self, batch: str, indices: Iterable[int], enqueue: Callable[[Pipeline], None]) -> None:
         """Take back the failed marks of `indices` and enqueue those rows again, all or nothing."""
+        submitted = self.redis.hexists(self.key(batch), "total")  # while its source is being read, that goes on
         with self.redis.pipeline(transaction=True) as pipe:
             for index in indices:
                 pipe.setbit(self.key(batch, Mark.FAILED), index, 0)
                 self.end_start(pipe, batch, index)
-            pipe.hset(self.key(batch), "state", BatchState.RUNNING)
+            if submitted:
+                pipe.hset(self.key(batch), "state", BatchState.RUNNING)
             pipe.hdel(self.key(batch), "finished_at")
             pipe.sadd(f"{PREFIX}:open", batch)
             enqueue(pipe)
+            pipe.execute()
+
+    def lose(self, batch: str, indices: Iterable[int]) -> None:
+        """Turn done marks into failed ones: the outputs of `indices` were lost from the disk before publishing."""
+        with self.redis.pipeline(transaction=True) as pipe:
+            for index in indices:
+                pipe.setbit(self.key(batch, Mark.DONE), index, 0)
+                pipe.setbit(self.key(batch, Mark.FAILED), index, 1)
             pipe.execute()
 
 

@@ -77,6 +77,18 @@ def enqueuing(target: Queue, jobs: Sequence[PromptJob]) -> Callable[[Pipeline], 
     return lambda pipe: None if not data else _discard(target.enqueue_many(data, pipeline=pipe))
 
 
+def failed_jobs(redis: Redis, target: Queue, batch: str, indices: Sequence[int]) -> list[int]:
+    """Those of a batch's rows that have a job among the queue's failed ones, and so can be queued again."""
+    failed = FailedJobRegistry(queue=target)
+    with redis.pipeline(transaction=False) as pipe:
+        for index in indices:
+            pipe.zscore(failed.key, f"{batch}-{index}")
+            pipe.hexists(Job.key_for(f"{batch}-{index}"), "data")
+        answers = iter(pipe.execute())
+    found = zip(indices, answers, answers, strict=True)
+    return [index for index, score, data in found if score is not None and data]
+
+
 def requeuing(redis: Redis, target: Queue, job_ids: Iterable[str]) -> Callable[[Pipeline], None]:
     """A function that moves failed jobs back to their queue on a pipeline, with their attempts forgotten."""
     found = [job for job in Job.fetch_many(list(job_ids), redis, serializer=JSONSerializer) if job]
@@ -84,8 +96,11 @@ def requeuing(redis: Redis, target: Queue, job_ids: Iterable[str]) -> Callable[[
 
     def requeue(pipe: Pipeline) -> None:
         for job in found:
-            job.meta = {}
+            job.meta, job._exc_info = {}, None
             failed.remove(job, pipeline=pipe)
+            # Saving leaves out what is empty, so the old values and the failed job's expiry have to be taken away.
+            pipe.hdel(job.key, "meta", "exc_info")
+            pipe.persist(job.key)
             target._enqueue_job(job, pipeline=pipe)
 
     return requeue

@@ -1,0 +1,383 @@
+"""The end of a prompt's life: a batch whose rows have all ended is published, and its source put away.
+
+Whoever notices a complete batch seals it, worker or producer, under the ledger's lease `seal`. Every step can be
+repeated, so a crash anywhere is finished by the next one who looks:
+
+    merge    the segments in index order, as the ledger says: a row marked done gives its first output, a row marked
+             failed its last error; memory is eight bytes a row, and the lines are copied from disk to disk
+    publish  `{output}.errors.jsonl` and `{output}.txt`, then `{output}.jsonl`: who sees the last sees the others
+    move     the source from `batch_inputs/.claimed/{batch}/` to `batch_processed/`
+    close    the batch in the ledger, and only then remove its segments
+
+Published rows are the segments' rows without their internal first field, `index`. It can be had back, because the
+n-th published row is the n-th row so marked in the ledger; `retry` relies on that when it puts a published batch's
+rows back as a segment, so that old and new rows are published together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import time
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from redis import Redis
+from redis.exceptions import LockError
+from redis.lock import Lock
+
+from contract import logs, paths, segments
+from contract.errors import DllmError, UsageError
+from contract.jobs import ErrorCode, ErrorDetail, ErrorRow
+from contract.ledger import LOCK_S, Batch, BatchState, Ledger, Mark
+from contract.paths import Folders
+from contract.queues import failed_jobs, queue, requeuing
+
+NOWHERE = -1
+OFFSET_BITS = 44
+"""A location is `segment number << 44 | byte offset`: half a million segments of 16 TB each."""
+OPEN_SEGMENTS = 64
+MANIFEST = "batch.json"
+PUT_BACK = "00-published.jsonl"
+WAIT_S = 10.0
+REOPEN_CHUNK = 1_000
+
+
+def seal_ready(ledger: Ledger, folders: Folders) -> list[str]:
+    """Seal every complete batch and clear away what crashes after sealing left; returns the batches sealed.
+
+    One batch that cannot be sealed (a full disk, say) is logged and does not hold up the others.
+    """
+    sealed = []
+    for batch in ledger.get_many(ledger.open_batches()):
+        if not batch.counts.complete:
+            continue
+        try:
+            if seal(batch.spec.batch, ledger, folders):
+                sealed.append(batch.spec.batch)
+        except (OSError, DllmError, ValueError) as error:
+            logs.get(batch=batch.spec.batch).error("cannot publish the batch; will be tried again", reason=str(error))
+    _clear_leftovers(ledger, folders)
+    return sealed
+
+
+def seal(batch: str, ledger: Ledger, folders: Folders) -> bool:
+    """Publish a complete batch; True when this call did it.
+
+    False when the batch is not complete, is published already, or is being sealed by someone else.
+    """
+    with _lease(ledger, batch) as lease:
+        record = ledger.get(batch) if lease else None
+        if lease is None or record is None or record.state is BatchState.DONE or not record.counts.complete:
+            return False
+        try:
+            _publish(record, ledger, folders, lease)
+            _put_source_away(folders.claimed / batch, folders.processed)
+            lease.hold()
+            ledger.close(batch)
+            _remove(folders.segments / batch, lease)
+        except _LeaseLost:
+            logs.get(batch=batch).warning("sealing took too long and was taken over by another process")
+            return False
+    counts = record.counts
+    logs.get(batch=batch).info("batch published", output=record.spec.output, done=counts.done, failed=counts.failed)
+    return True
+
+
+def errors(batch: str, ledger: Ledger, folders: Folders) -> Iterator[ErrorRow]:
+    """The failed rows of a batch in index order, published or not; none for an unknown batch."""
+    record = ledger.get(batch)
+    if record is None:
+        return
+    failed = ledger.bitmap(batch, Mark.FAILED)
+    if record.state is BatchState.DONE:
+        for index, text in _published(_errors_file(record, folders), failed):
+            yield ErrorRow.model_validate({"index": index, **json.loads(text)})
+        return
+    with _Merge(folders.segments / batch, record.counts.submitted, b"", failed) as merge:
+        for index in _set_bits(failed):
+            row = merge.line(index)
+            yield ErrorRow.model_validate_json(row) if row else _lost(index)
+
+
+def retry(batch: str, codes: set[ErrorCode] | None, ledger: Ledger, folders: Folders, redis: Redis) -> int:
+    """Queue the batch's failed rows again (only those with one of `codes`, when given); returns how many.
+
+    Rows that could not be read from the source have no job and stay failed, as do rows whose job is gone.
+    Raises UsageError for an unknown batch, or one whose published files were changed or moved away.
+    """
+    record = ledger.get(batch)
+    if record is None:
+        raise UsageError(f"no batch '{batch}': `producer status` lists them all")
+    with _lease(ledger, batch, wait_s=WAIT_S) as lease:
+        if lease is None:
+            raise UsageError(f"batch '{batch}' is being published at this moment: try again")
+        record = ledger.get(batch)
+        assert record is not None
+        target = queue(redis, record.spec.model, record.spec.priority)
+        wanted = [row.index for row in errors(batch, ledger, folders) if codes is None or row.error.code in codes]
+        indices = failed_jobs(redis, target, batch, wanted)
+        if not indices:
+            return 0
+        if record.state is BatchState.DONE:
+            _put_back(record, ledger, folders, lease)
+        for start in range(0, len(indices), REOPEN_CHUNK):
+            chunk = indices[start : start + REOPEN_CHUNK]
+            lease.hold()
+            ledger.reopen(batch, chunk, requeuing(redis, target, [f"{batch}-{index}" for index in chunk]))
+    return len(indices)
+
+
+# Merging
+
+
+def _publish(record: Batch, ledger: Ledger, folders: Folders, lease: _Lease) -> None:
+    spec, total = record.spec, record.counts.total or 0
+    folder = folders.segments / spec.batch
+    folder.mkdir(parents=True, exist_ok=True)
+    done, failed = ledger.bitmap(spec.batch, Mark.DONE), ledger.bitmap(spec.batch, Mark.FAILED)
+    with contextlib.ExitStack() as stack:
+        merge = stack.enter_context(_Merge(folder, total, done, failed, lease))
+        _admit_losses(merge, record, ledger)
+        parts = [folder / f".{name}.{os.getpid()}.part" for name in ("outputs", "errors", "text")]
+        outputs, failures, text = (stack.enter_context(part.open("wb")) for part in parts)
+        for index in range(total):
+            lease.keep()
+            row = merge.line(index)
+            ok = row is not None and merge.kind(index) is Mark.DONE
+            row = row or segments.line(_lost(index))
+            (outputs if ok else failures).write(_without_index(row))
+            if spec.kind == "txt":
+                text.write(_readable(json.loads(row), whole_file=spec.txt_mode == "file"))
+        any_failed = failures.tell() > 0
+    lease.hold()
+    if any_failed:
+        paths.publish(parts[1], _errors_file(record, folders))
+    else:
+        _errors_file(record, folders).unlink(missing_ok=True)  # of an earlier seal, before its rows were retried
+    if spec.kind == "txt":
+        paths.publish(parts[2], folders.outputs / f"{spec.output}.txt")
+    paths.publish(parts[0], _outputs_file(record, folders))
+
+
+class _Merge:
+    """Where each ended row of a batch lies among its segments. Eight bytes a row, whatever the rows' size."""
+
+    def __init__(self, folder: Path, total: int, done: bytes, failed: bytes, lease: _Lease | None = None) -> None:
+        self._files = segments.files(folder)
+        self._done = done
+        self._failed = failed
+        self._streams: OrderedDict[int, BinaryIO] = OrderedDict()
+        self._places = array("q", [NOWHERE]) * total
+        for number, path in enumerate(self._files):
+            for row in segments.rows(path):
+                if lease:
+                    lease.keep()
+                if row.index < total and self._wanted(row):
+                    self._places[row.index] = number << OFFSET_BITS | row.offset
+
+    def _wanted(self, row: segments.SegmentRow) -> bool:
+        """The first output of a row that is done, the last error of a row that failed."""
+        if row.kind is Mark.DONE:
+            return _bit(self._done, row.index) and self._places[row.index] == NOWHERE
+        return _bit(self._failed, row.index)
+
+    def kind(self, index: int) -> Mark:
+        return Mark.DONE if _bit(self._done, index) else Mark.FAILED
+
+    def missing(self, mark: Mark) -> list[int]:
+        """Rows with that mark which are in no segment."""
+        return [index for index, place in enumerate(self._places) if place == NOWHERE and self.kind(index) is mark]
+
+    def line(self, index: int) -> bytes | None:
+        """The row's line, or None when it is in no segment."""
+        place = self._places[index] if index < len(self._places) else NOWHERE
+        if place == NOWHERE:
+            return None
+        stream = self._stream(place >> OFFSET_BITS)
+        stream.seek(place & ((1 << OFFSET_BITS) - 1))
+        return stream.readline()
+
+    def _stream(self, number: int) -> BinaryIO:
+        """The segment, open; the least recently read one is closed when there are too many."""
+        if number not in self._streams:
+            if len(self._streams) >= OPEN_SEGMENTS:
+                self._streams.popitem(last=False)[1].close()
+            self._streams[number] = self._files[number].open("rb")
+        self._streams.move_to_end(number)
+        return self._streams[number]
+
+    def __enter__(self) -> _Merge:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._streams:
+            self._streams.popitem()[1].close()
+
+
+def _admit_losses(merge: _Merge, record: Batch, ledger: Ledger) -> None:
+    """A row that ended but is on no disk any more gets an error row; the ledger is told, so that it agrees."""
+    batch = record.spec.batch
+    lost_outputs, lost_errors = merge.missing(Mark.DONE), merge.missing(Mark.FAILED)
+    if lost_outputs:
+        logs.get(batch=batch).error("outputs were lost from the disk", rows=len(lost_outputs), first=lost_outputs[0])
+        ledger.lose(batch, lost_outputs)
+    if lost_errors:
+        logs.get(batch=batch).error("error rows were lost from the disk", rows=len(lost_errors), first=lost_errors[0])
+
+
+def _lost(index: int) -> ErrorRow:
+    detail = ErrorDetail(code=ErrorCode.WORKER_CRASHED, message="the row ended, but its record was lost from the disk")
+    return ErrorRow(index=index, id=str(index), line=0, prompt=None, error=detail)
+
+
+def _without_index(text: bytes) -> bytes:
+    stripped, found = re.subn(rb'^\{"index": ?\d+, ?', b"{", text, count=1)
+    if found:
+        return stripped
+    row = json.loads(text)
+    del row["index"]
+    return json.dumps(row, ensure_ascii=False).encode() + b"\n"
+
+
+def _readable(row: dict[str, Any], whole_file: bool) -> bytes:
+    """The row for people: its prompt quoted line by line, then the output or what went wrong."""
+    error = row.get("error")
+    answer = f"! {error['code']}: {error['message']}" if error else row["output"]
+    prompt = row["prompt"] if isinstance(row.get("prompt"), str) else f"(row {row['id']})"
+    quoted = "" if whole_file else "".join(f"> {part}\n" for part in prompt.split("\n"))
+    text = f"{quoted}{answer}\n" + ("" if whole_file else "\n")
+    return text.encode("utf-8", errors="backslashreplace")
+
+
+# Steps after publishing
+
+
+def _put_source_away(claimed: Path, processed: Path) -> None:
+    if not claimed.is_dir():
+        return
+    for source in sorted(claimed.iterdir()):
+        if source.name != MANIFEST:
+            paths.move(source, processed)
+    (claimed / MANIFEST).unlink(missing_ok=True)
+    claimed.rmdir()
+    paths.fsync_folder(claimed.parent)
+
+
+def _clear_leftovers(ledger: Ledger, folders: Folders) -> None:
+    """Remove segments of published batches: a crash, or a worker that had lost its lease, left them."""
+    if not folders.segments.is_dir():
+        return
+    names = sorted(path.name for path in folders.segments.iterdir())
+    for record in ledger.get_many(names) if names else []:
+        if record.state is not BatchState.DONE:
+            continue
+        with _lease(ledger, record.spec.batch) as lease, contextlib.suppress(_LeaseLost):
+            current = ledger.get(record.spec.batch) if lease else None
+            if lease and current and current.state is BatchState.DONE:
+                _remove(folders.segments / record.spec.batch, lease)
+
+
+def _remove(folder: Path, lease: _Lease) -> None:
+    lease.hold()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+# Published files, read back
+
+
+def _put_back(record: Batch, ledger: Ledger, folders: Folders, lease: _Lease) -> None:
+    """Make a published batch's rows a segment again. It is older than what comes now, so new errors replace its own."""
+    folder = folders.segments / record.spec.batch
+    _remove(folder, lease)
+    folder.mkdir(parents=True)
+    part = folder / f".put-back.{os.getpid()}.part"
+    done, failed = (ledger.bitmap(record.spec.batch, mark) for mark in (Mark.DONE, Mark.FAILED))
+    with part.open("wb") as segment:
+        for path, bits in ((_outputs_file(record, folders), done), (_errors_file(record, folders), failed)):
+            for index, text in _published(path, bits):
+                lease.keep()
+                segment.write(b'{"index":%d,%s' % (index, text.lstrip()[1:]))
+    paths.publish(part, folder / PUT_BACK)
+    paths.fsync_folder(folder.parent)
+
+
+def _published(path: Path, bits: bytes) -> Iterator[tuple[int, bytes]]:
+    """Each published row with its index: the n-th row is the n-th one marked in `bits`."""
+    indices = _set_bits(bits)
+    changed = UsageError(f"{path} is not as it was published: put the original back, or submit the rows as a new batch")
+    with contextlib.ExitStack() as stack:
+        for text in stack.enter_context(path.open("rb")) if path.exists() else ():
+            index = next(indices, None)
+            if index is None or not text.endswith(b"}\n"):
+                raise changed
+            yield index, text
+    if next(indices, None) is not None:
+        raise changed
+
+
+def _outputs_file(record: Batch, folders: Folders) -> Path:
+    return folders.outputs / f"{record.spec.output}.jsonl"
+
+
+def _errors_file(record: Batch, folders: Folders) -> Path:
+    return folders.outputs / f"{record.spec.output}.errors.jsonl"
+
+
+def _bit(bits: bytes, index: int) -> bool:
+    """Bit `index` of a Redis bitmap: the most significant bit of a byte comes first."""
+    return index >> 3 < len(bits) and bool(bits[index >> 3] >> (7 - (index & 7)) & 1)
+
+
+def _set_bits(bits: bytes) -> Iterator[int]:
+    for place, byte in enumerate(bits):
+        if byte:
+            yield from (place << 3 | bit for bit in range(8) if byte >> (7 - bit) & 1)
+
+
+# The lease
+
+
+class _LeaseLost(Exception):
+    """Somebody else may be sealing this batch by now: stop at once, touch nothing more."""
+
+
+class _Lease:
+    """The right to seal one batch, renewed while the work goes on."""
+
+    def __init__(self, lock: Lock) -> None:
+        self._lock = lock
+        self._renewed = time.monotonic()
+
+    def keep(self) -> None:
+        """Call often: renews the lease when it is due."""
+        if time.monotonic() - self._renewed > LOCK_S / 4:
+            self.hold()
+
+    def hold(self) -> None:
+        """Call before a step that must not happen twice at once: renews now, or raises _LeaseLost."""
+        try:
+            self._lock.reacquire()
+        except LockError:
+            raise _LeaseLost from None
+        self._renewed = time.monotonic()
+
+
+@contextlib.contextmanager
+def _lease(ledger: Ledger, batch: str, wait_s: float = 0.0) -> Iterator[_Lease | None]:
+    """The batch's seal lease, or None when someone else has it for longer than `wait_s`."""
+    lock = ledger.lock(batch, "seal")
+    if not lock.acquire(blocking=wait_s > 0, blocking_timeout=wait_s or None):
+        yield None
+        return
+    try:
+        yield _Lease(lock)
+    finally:
+        with contextlib.suppress(LockError):  # lost meanwhile: then it is not ours to release
+            lock.release()
