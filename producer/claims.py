@@ -1,0 +1,242 @@
+"""Taking a source file for a batch: `.claimed/{batch}/` holds the file and `batch.json`, what was asked for.
+
+First act of a prompt's life. The order makes every instant safe: name reserved, manifest written, file renamed into
+the folder, batch recorded in the ledger. Whoever finds a folder in which the last steps are missing does them, also
+when Redis has lost everything. Knows no lines and no prompts; never overwrites or deletes a source.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import secrets
+import shutil
+import stat
+import time
+import unicodedata
+from pathlib import Path
+from typing import Literal, NamedTuple, cast
+
+from pydantic import ValidationError
+
+from contract import logs
+from contract.errors import DllmError, UsageError
+from contract.ledger import Batch, BatchSpec, BatchState, Ledger
+from contract.paths import Folders, fsync_folder, publish
+from contract.settings import ProducerSettings
+from producer.notices import Notices
+
+MANIFEST = "batch.json"
+PARTIAL = ".copy.part"
+KINDS: dict[str, Literal["txt", "jsonl"]] = {".txt": "txt", ".jsonl": "jsonl"}
+OUTPUT_ENDS = (".jsonl", ".txt", ".errors.jsonl")
+LONGEST_SLUG = 40
+LONGEST_OUTPUT = 200
+ABANDONED_S = 60.0
+
+
+class Look(NamedTuple):
+    """What a file looked like at one moment; two equal looks some time apart mean that nobody is writing it."""
+
+    size: int
+    mtime_ns: int
+    inode: int
+    mode: int
+
+    @staticmethod
+    def at(file: Path) -> Look:
+        """Does not follow links."""
+        found = os.lstat(file)
+        return Look(found.st_size, found.st_mtime_ns, found.st_ino, found.st_mode)
+
+    @property
+    def regular(self) -> bool:
+        return stat.S_ISREG(self.mode)
+
+
+class Claims:
+    """The folder of claimed sources, and the ledger's view of it."""
+
+    def __init__(self, settings: ProducerSettings, ledger: Ledger) -> None:
+        self.settings = settings
+        self.folders: Folders = settings.folders
+        self.ledger = ledger
+        self._notices = Notices()
+
+    def source(self, spec: BatchSpec) -> Path:
+        """Where the source of a batch lies while the batch runs."""
+        return self.folders.claimed / spec.batch / spec.source
+
+    def take(self, file: Path, look: Look, name: str | None = None) -> BatchSpec | None:
+        """Move a dropped file into a new batch; None when somebody else took it or `look` is not true any more."""
+        spec = self._plan(file, name)
+        try:
+            self._write_manifest(spec)
+            if Look.at(file) != look:
+                self._discard(spec)
+                return None
+            os.rename(file, self.source(spec))
+        except FileNotFoundError:
+            self._discard(spec)
+            return None
+        except OSError:
+            self._discard(spec)
+            raise
+        return self._record(spec)
+
+    def snapshot(self, file: Path, name: str | None = None) -> BatchSpec:
+        """Copy the user's own file into a new batch: what happens to the file afterwards does not matter.
+
+        Raises DllmError when the file changes while it is copied.
+        """
+        spec = self._plan(file, name)
+        target = self.source(spec)
+        partial = target.with_name(PARTIAL)
+        before = os.stat(file)
+        try:
+            self._write_manifest(spec)
+            shutil.copyfile(file, partial)
+            after = os.stat(file)
+            if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+                raise DllmError(f"{file} is being written: submit it when it is complete")
+            publish(partial, target)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            self._discard(spec)
+            raise
+        return self._record(spec)
+
+    def pending(self) -> list[BatchSpec]:
+        """Claimed batches that are not submitted to their end, the oldest first.
+
+        Finishes what a crash interrupted on the way: records batches that the ledger does not know, and sweeps
+        folders that never got their source.
+        """
+        found = [spec for folder in self._claimed() if (spec := self._read_manifest(folder)) is not None]
+        known = {batch.spec.batch: batch for batch in self.ledger.get_many([spec.batch for spec in found])}
+        open_ones = [self._settle(spec, known.get(spec.batch)) for spec in found]
+        return sorted((spec for spec in open_ones if spec), key=lambda spec: spec.created_at)
+
+    def _settle(self, spec: BatchSpec, batch: Batch | None) -> BatchSpec | None:
+        """`spec` when it has rows to submit."""
+        if not self.source(spec).exists():
+            self._without_source(spec, batch)
+            return None
+        if batch is None:
+            return self._adopt(spec)
+        return spec if batch.state is BatchState.SUBMITTING else None
+
+    def _without_source(self, spec: BatchSpec, batch: Batch | None) -> None:
+        """The claim is on its way, or was published, or died before it began; or a source was taken from under us."""
+        if batch is not None and batch.state is BatchState.SUBMITTING:
+            place = str(self.source(spec))
+            self._notices.warn(spec.batch, "source is gone: put it back to go on", batch=spec.batch, file=place)
+        elif (batch is None or batch.state is BatchState.DONE) and _idle_s(self.source(spec).parent) > ABANDONED_S:
+            self._discard(spec, keep_name=batch is not None)
+
+    def _adopt(self, spec: BatchSpec) -> BatchSpec:
+        """Record a claimed batch of which the ledger knows nothing, under its old name if that is still its own."""
+        if self._published(spec.output) or not self.ledger.reserve_output(spec.batch, spec.output):
+            spec = spec.model_copy(update={"output": self._reserve_output(spec.output, spec.batch)})
+            self._write_manifest(spec)
+        logs.get(batch=spec.batch).info("claimed file found that no batch was recorded for", file=spec.source)
+        return self._record(spec)
+
+    def _record(self, spec: BatchSpec) -> BatchSpec:
+        fsync_folder(self.source(spec).parent)
+        self.ledger.create(spec)
+        logs.get(batch=spec.batch).info("batch created", file=spec.source, output=spec.output, model=spec.model)
+        return spec
+
+    def _plan(self, file: Path, name: str | None) -> BatchSpec:
+        stem = name or file.stem
+        batch = f"{slug(stem)}-{secrets.token_hex(4)}"
+        return BatchSpec(
+            batch=batch,
+            source=file.name,
+            output=self._reserve_output(output_stem(stem), batch),
+            kind=KINDS[file.suffix.lower()],
+            txt_mode=self.settings.txt_mode,
+            model=self.settings.queue_model,
+            priority=self.settings.priority,
+            params=self.settings.params,
+            created_at=time.time(),
+        )
+
+    def _reserve_output(self, stem: str, batch: str) -> str:
+        """`stem`, or `stem-2`, `stem-3` …: the first that no batch owns and no file has."""
+        numbered = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
+        return next(name for name in numbered if not self._published(name) and self.ledger.reserve_output(batch, name))
+
+    def _published(self, name: str) -> bool:
+        return any(os.path.lexists(self.folders.outputs / f"{name}{end}") for end in OUTPUT_ENDS)
+
+    def _claimed(self) -> list[Path]:
+        return sorted(entry for entry in self.folders.claimed.iterdir() if entry.is_dir() and not entry.is_symlink())
+
+    def _write_manifest(self, spec: BatchSpec) -> None:
+        folder = self.folders.claimed / spec.batch
+        folder.mkdir(parents=True, exist_ok=True)
+        fsync_folder(folder.parent)
+        partial = folder / f".{MANIFEST}.part"
+        partial.write_text(spec.model_dump_json(indent=1), encoding="utf-8")
+        publish(partial, folder / MANIFEST)
+
+    def _read_manifest(self, folder: Path) -> BatchSpec | None:
+        try:
+            spec = BatchSpec.model_validate_json((folder / MANIFEST).read_bytes())
+        except FileNotFoundError:
+            if _idle_s(folder) > ABANDONED_S:
+                _remove(folder)
+            return None
+        except (OSError, ValidationError) as error:
+            self._notices.warn(folder.name, "claimed folder not readable", folder=str(folder), error=str(error))
+            return None
+        return spec if spec.batch == folder.name else None
+
+    def _discard(self, spec: BatchSpec, keep_name: bool = False) -> None:
+        """Take back a claim that has no source."""
+        _remove(self.folders.claimed / spec.batch)
+        if not keep_name:
+            self.ledger.release_output(spec.batch, spec.output)
+
+
+def checked_name(name: str) -> str:
+    """`name` when it can be the stem of output files. Raises UsageError."""
+    if name != output_stem(name):
+        raise UsageError(f"--name {name!r} cannot be a file name here: try '{output_stem(name)}'")
+    return name
+
+
+def output_stem(stem: str) -> str:
+    """`stem` as the stem of output files: visible, of bearable length, and never taken for another batch's errors."""
+    visible = re.sub(r"[\x00-\x1f\x7f/\\]", "_", stem).strip().lstrip(".")
+    short = visible.encode("utf-8", "replace")[:LONGEST_OUTPUT].decode("utf-8", "ignore")
+    return re.sub(r"\.(errors)$", r"-\1", short) or "batch"
+
+
+def slug(stem: str) -> str:
+    """`stem` in the letters that batch ids may have: A-Z, a-z, 0-9, dash and underscore."""
+    plain = unicodedata.normalize("NFKD", stem).encode("ascii", "ignore").decode()
+    return re.sub(r"[^A-Za-z0-9_]+", "-", plain)[:LONGEST_SLUG].strip("-") or "batch"
+
+
+def _idle_s(folder: Path) -> float:
+    """Seconds since anything in `folder` changed; endless while it is not there."""
+    try:
+        changed = [os.lstat(folder).st_mtime, *(entry.lstat().st_mtime for entry in folder.iterdir())]
+    except FileNotFoundError:
+        return 0.0
+    return time.time() - max(changed)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a claim's own files; a folder that holds anything else stays."""
+    for name in (MANIFEST, f".{MANIFEST}.part", PARTIAL):
+        (folder / name).unlink(missing_ok=True)
+    try:
+        folder.rmdir()
+    except OSError as error:
+        if folder.exists():
+            logs.get().warning("folder left, it is not empty", folder=str(folder), error=cast(str, error.strerror))

@@ -1,0 +1,240 @@
+"""One line of `.jsonl`, understood: the id, the prompt and the parameters it asks for.
+
+Knows two shapes, a plain row (`prompt` or `messages`, parameters beside them or under `params`) and a row of an OpenAI
+batch file (`custom_id`, `method`, `url`, `body`). Every violation is a BadPrompt whose message names the key and what
+would be right. Knows no files, lines or batches: `producer.parser` puts the place in front of the message.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, TypeVar
+
+from contract.errors import BadPrompt, nearest
+from contract.jobs import ErrorCode, Message
+from contract.sampling import ALIASES, SamplingParams
+
+Row = dict[str, Any]
+Prompt = str | tuple[Message, ...]
+T = TypeVar("T")
+
+ROLES = ("system", "user", "assistant")
+ENDPOINTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
+PARAMETERS = (*SamplingParams.model_fields, *ALIASES)
+CONTENT = ("prompt", "messages", "model")
+PLAIN_KEYS = ("id", "custom_id", "params", *CONTENT, *PARAMETERS)
+BATCH_KEYS = ("custom_id", "method", "url", "body")
+LONGEST_NAME = 100
+"""A key longer than any we know is not compared or repeated in full: it may be megabytes."""
+
+# Keys of OpenAI bodies that ask nothing of us, whatever they hold.
+IGNORED = {"user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier", "stream_options"}
+# Keys of OpenAI bodies for things we do not do, with the values that do not ask for them. null never asks.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "stream": (False,),
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "stop": ([], ""),
+    "logprobs": (False, 0),
+    "top_logprobs": (0,),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+}
+
+
+def decode(raw: bytes, offset: int) -> Row:
+    """The JSON object on a line that starts at byte `offset` of its file.
+
+    Raises BadPrompt: bad_encoding (naming the byte in the file), bad_json (naming the column), bad_row (no object).
+    """
+    row = _json(text(raw, offset))
+    if not isinstance(row, dict):
+        raise BadPrompt(ErrorCode.BAD_ROW, f"expected a JSON object, found {_kind(row)}")
+    if rb"\ud" in raw.lower():
+        _refuse_lone_surrogates(row)
+    return row
+
+
+def text(raw: bytes, offset: int) -> str:
+    """`raw` as UTF-8. Raises BadPrompt('bad_encoding') with the offset in the file of the first wrong byte."""
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        where = offset + error.start
+        what = f"byte 0x{raw[error.start]:02x} at offset {where} of the file is not UTF-8"
+        raise BadPrompt(ErrorCode.BAD_ENCODING, what) from None
+
+
+def row_id(row: Row) -> str | None:
+    """The row's `custom_id` or `id`; None when it has neither."""
+    given = {name: row[name] for name in ("custom_id", "id") if row.get(name) is not None}
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+            raise BadPrompt(ErrorCode.BAD_ROW, f"{name} must be a text that is not empty, found {_kind(value)}")
+    names = {str(value) for value in given.values()}
+    if len(names) > 1:
+        raise BadPrompt(ErrorCode.BAD_ROW, "id and custom_id differ: keep one of them")
+    return names.pop() if names else None
+
+
+def body(row: Row) -> Row:
+    """The part of a row that holds prompt, model and parameters, in either shape."""
+    if not any(name in row for name in ("body", "url", "method")):
+        return _plain_body(row)
+    _refuse_unknown(row, BATCH_KEYS)
+    if row.get("method", "POST") != "POST":
+        raise BadPrompt(ErrorCode.BAD_ROW, "method must be 'POST'")
+    request = row.get("body")
+    if not isinstance(request, dict):
+        raise BadPrompt(ErrorCode.BAD_ROW, f"body must be a JSON object, found {_kind(request)}")
+    _refuse_other_endpoints(row.get("url"), request)
+    return {name: value for name, value in request.items() if not _asks_nothing(name, value)}
+
+
+def prompt(request: Row) -> Prompt:
+    """What is to be answered: text, or messages. Raises BadPrompt: bad_row, empty_prompt."""
+    plain, messages = request.get("prompt"), request.get("messages")
+    if (plain is None) == (messages is None):
+        which = "'prompt' or 'messages' is missing" if plain is None else "'prompt' and 'messages' exclude each other"
+        raise BadPrompt(ErrorCode.BAD_ROW, which)
+    if messages is not None:
+        return _messages(messages)
+    if not isinstance(plain, str):
+        raise BadPrompt(ErrorCode.BAD_ROW, f"prompt must be text, found {_kind(plain)}: give each prompt its own row")
+    return _not_empty(plain, plain)
+
+
+def model(request: Row) -> str | None:
+    """The model the row names, by the last part of its path; None when it names none."""
+    name = request.get("model")
+    if name is not None and not isinstance(name, str):
+        raise BadPrompt(ErrorCode.BAD_ROW, f"model must be text, found {_kind(name)}")
+    return name.rstrip("/").rsplit("/", 1)[-1] if name else None
+
+
+def parameters(request: Row) -> Row:
+    """Everything else in the body: sampling parameters by any name; `parse_params` judges names and values."""
+    names = {name: value for name, value in request.items() if name not in CONTENT and value is not None}
+    for name in names:
+        if name in NEUTRAL:
+            raise BadPrompt(ErrorCode.BAD_PARAMS, f"{name} = {_value(names[name])} is not supported: remove it")
+        if len(name) > LONGEST_NAME:
+            raise BadPrompt(ErrorCode.BAD_PARAMS, f"unknown parameter '{name[:LONGEST_NAME]}…'")
+    return names
+
+
+def _refuse_other_endpoints(url: Any, request: Row) -> None:
+    """Without a url, prompt or messages in the body tell which endpoint is meant."""
+    if url is None:
+        return
+    if not isinstance(url, str) or url not in ENDPOINTS:
+        raise BadPrompt(ErrorCode.BAD_ROW, f"url must be one of {', '.join(ENDPOINTS)}")
+    if request.get(ENDPOINTS[url]) is None:
+        raise BadPrompt(ErrorCode.BAD_ROW, f"the body of {url} needs '{ENDPOINTS[url]}'")
+
+
+def _plain_body(row: Row) -> Row:
+    _refuse_unknown(row, PLAIN_KEYS)
+    nested = row.get("params")
+    if nested is None:
+        nested = {}
+    if not isinstance(nested, dict):
+        raise BadPrompt(ErrorCode.BAD_ROW, f"params must be a JSON object, found {_kind(nested)}")
+    for name in nested:
+        if name in row or name in CONTENT:
+            raise BadPrompt(ErrorCode.BAD_PARAMS, f"'{name[:LONGEST_NAME]}' belongs beside params or in it, not both")
+    return {**{name: value for name, value in row.items() if name not in ("id", "custom_id", "params")}, **nested}
+
+
+def _refuse_unknown(row: Row, known: tuple[str, ...]) -> None:
+    for name in row:
+        if name not in known:
+            short = name[:LONGEST_NAME]
+            raise BadPrompt(ErrorCode.BAD_ROW, f"unknown key '{short}'{nearest(short, known)}")
+
+
+def _asks_nothing(name: str, value: Any) -> bool:
+    return value is None or name in IGNORED or (name in NEUTRAL and value in NEUTRAL[name])
+
+
+def _messages(values: Any) -> tuple[Message, ...]:
+    if not isinstance(values, list):
+        raise BadPrompt(ErrorCode.BAD_ROW, f"messages must be a list, found {_kind(values)}")
+    messages = tuple(_message(value, number) for number, value in enumerate(values, start=1))
+    return _not_empty(messages, "".join(message.content for message in messages))
+
+
+def _message(value: Any, number: int) -> Message:
+    if not isinstance(value, dict):
+        raise BadPrompt(ErrorCode.BAD_ROW, f"message {number} must be a JSON object, found {_kind(value)}")
+    for name, extra in value.items():
+        # Logs of conversations carry empty leftovers such as `"refusal": null`.
+        if name not in ("role", "content") and extra not in (None, "", [], {}):
+            short = name[:LONGEST_NAME]
+            raise BadPrompt(ErrorCode.BAD_ROW, f"message {number}: '{short}' is not supported")
+    role = value.get("role")
+    if role not in ROLES:
+        hint = nearest(role, ROLES) if isinstance(role, str) and len(role) < LONGEST_NAME else ""
+        raise BadPrompt(ErrorCode.BAD_ROW, f"message {number}: role must be one of {', '.join(ROLES)}{hint}")
+    return Message(role=role, content=_content(value.get("content"), number))
+
+
+def _content(value: Any, number: int) -> str:
+    """Text, or the lines of its text parts."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise BadPrompt(ErrorCode.BAD_ROW, f"message {number}: content must be text, found {_kind(value)}")
+    for part in value:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise BadPrompt(ErrorCode.BAD_ROW, f"message {number}: only content parts of type 'text' can be read")
+    return "\n".join(part["text"] for part in value)
+
+
+def _not_empty(value: T, content: str) -> T:
+    if not content.strip():
+        raise BadPrompt(ErrorCode.EMPTY_PROMPT, "the prompt is empty")
+    return value
+
+
+def _json(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise BadPrompt(ErrorCode.BAD_JSON, f"not JSON: {error.msg} at column {error.colno}") from None
+    except RecursionError:
+        raise BadPrompt(ErrorCode.BAD_JSON, "not readable as JSON: nested too deeply") from None
+    except ValueError:  # Python refuses integers of thousands of digits
+        raise BadPrompt(ErrorCode.BAD_JSON, "not readable as JSON: a number has too many digits") from None
+
+
+def _refuse_lone_surrogates(row: Row) -> None:
+    """`\\ud800` alone is legal JSON, yet no text: no UTF-8 output could hold it."""
+    try:
+        json.dumps(row, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        what = f"{half} is half a surrogate pair, which UTF-8 cannot hold: write the whole character"
+        raise BadPrompt(ErrorCode.BAD_ENCODING, what) from None
+    except RecursionError:
+        raise BadPrompt(ErrorCode.BAD_JSON, "not readable as JSON: nested too deeply") from None
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "nothing"}
+    return names.get(type(value), "a number")
+
+
+def _value(value: Any) -> str:
+    shown = re.sub(r"\s+", " ", repr(value))
+    return shown if len(shown) <= 40 else f"{shown[:40]}…"

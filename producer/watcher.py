@@ -1,0 +1,184 @@
+"""The watching producer: claims what is ready in `batch_inputs/` and submits it, for as long as it runs.
+
+First stage of a prompt's life; `producer.claims`, `producer.submitter` and `contract.sealing` do the work. Events only
+wake it, the periodic scan is the truth. All open batches advance in turn, a chunk each, so that a long one does not
+keep a short one waiting, and waiting for room does not keep files from being claimed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from contract import sealing
+from contract.ledger import BatchSpec, Ledger
+from contract.settings import ProducerSettings
+from producer.claims import Claims, Look
+from producer.hints import Hints
+from producer.inbox import Inbox
+from producer.notices import Notices
+from producer.submitter import OUTAGES, Progress, Submission, pause_after, wait
+
+ACTIVE = 16
+"""Batches submitted in turn; each holds an open file and its list of ids. The rest waits for its turn."""
+LEAST_SCAN_S = 0.2
+"""However many events come in, scans are this far apart."""
+FULL_S = 0.1
+SLICE_S = 0.2
+"""A stop is noticed after this long: a signal handler cannot wake the main thread without a risk of deadlock."""
+
+
+class Watcher:
+    """Everything one `producer watch` knows between two turns. `stop` is asked often and ends it between chunks."""
+
+    def __init__(self, settings: ProducerSettings, ledger: Ledger, stop: Callable[[], bool]) -> None:
+        self.settings = settings
+        self.ledger = ledger
+        self.stop = stop
+        self.claims = Claims(settings, ledger)
+        self._wake = threading.Event()
+        self._inbox = Inbox(settings.folders.inputs, settings.settle_s)
+        self._hints = Hints(settings.folders.inputs, self._wake)
+        self._notices = Notices()
+        self._active: dict[str, Submission] = {}
+        self._tried: dict[str, float] = {}
+        self._last_scan = float("-inf")
+        self._outages = 0
+
+    def run(self) -> None:
+        """Watch until told to stop."""
+        try:
+            while not self.stop():
+                busy = self._patiently(self._turn)
+                if not busy:
+                    self._sleep()
+        finally:
+            self._close()
+
+    def run_once(self) -> None:
+        """Claim and submit what is ready now, files that need to settle included, and return."""
+        try:
+            self._inbox.look()
+            wait(self.settings.settle_s if self._inbox.unsettled else 0.0, self.stop)
+            while not self.stop() and self._patiently(self._scan) is None:
+                pass
+            while not self.stop():
+                if not self._active and self._patiently(self._try_more) is False:
+                    return
+                if not self._patiently(self._submit):
+                    wait(FULL_S, self.stop)
+        finally:
+            self._close()
+
+    def _try_more(self) -> bool:
+        """Take up batches that had no turn yet; False when there are none."""
+        for spec in self.claims.pending():
+            if spec.batch not in self._tried:
+                self._activate(spec)
+        return bool(self._active)
+
+    def _turn(self) -> bool:
+        """One scan if it is due, one chunk of each batch. True when there is more to do at once."""
+        since = time.monotonic() - self._last_scan
+        if since >= self._scan_s() or (self._wake.is_set() and since >= LEAST_SCAN_S):
+            self._hints.check()
+            self._scan_whatever_fails()
+        return self._submit()
+
+    def _scan_whatever_fails(self) -> None:
+        """A full disk or a folder without permission does not end the watching."""
+        try:
+            self._scan()
+            self._notices.clear("scan")
+        except OSError as error:
+            self._notices.warn("scan", f"scanning failed, tried again on each scan: {error}")
+
+    def _scan_s(self) -> float:
+        """Files that are settling are looked at as soon as they may be ready."""
+        settled_s = max(self.settings.settle_s, LEAST_SCAN_S)
+        return min(self.settings.scan_s, settled_s) if self._inbox.unsettled else self.settings.scan_s
+
+    def _scan(self) -> bool:
+        self._last_scan = time.monotonic()
+        self._wake.clear()
+        self.settings.folders.create()
+        for file, look in self._inbox.look():
+            self._claim(file, look)
+        pending = self.claims.pending()
+        self._tried = {spec.batch: self._tried[spec.batch] for spec in pending if spec.batch in self._tried}
+        for spec in sorted(pending, key=lambda spec: self._tried.get(spec.batch, 0.0)):
+            self._activate(spec)
+        sealing.seal_ready(self.ledger, self.settings.folders)
+        return True
+
+    def _claim(self, file: Path, look: Look) -> None:
+        try:
+            if self.claims.take(file, look) is not None:
+                self._inbox.taken(file)
+            self._notices.clear(str(file))
+        except OSError as error:
+            self._notices.warn(
+                str(file), f"cannot be claimed: {error.strerror}; tried again on each scan", file=file.name
+            )
+
+    def _activate(self, spec: BatchSpec) -> None:
+        if spec.batch not in self._active and len(self._active) < ACTIVE:
+            self._tried[spec.batch] = time.monotonic()
+            self._active[spec.batch] = Submission(spec, self.ledger, self.settings, self.stop)
+
+    def _submit(self) -> bool:
+        """One chunk of each active batch; False when all of them wait for room."""
+        advanced = False
+        for batch, submission in list(self._active.items()):
+            if self.stop():
+                break
+            progress = self._step(submission)
+            advanced |= progress is Progress.ADVANCED
+            if progress in (None, Progress.FINISHED, Progress.LET_GO):
+                del self._active[batch]
+        return advanced
+
+    def _step(self, submission: Submission) -> Progress | None:
+        """None when the batch's files cannot be read or written now; the next scan tries again."""
+        batch = submission.spec.batch
+        try:
+            progress = submission.step()
+            self._notices.clear(batch)
+            return progress
+        except OSError as error:
+            submission.close()
+            self._notices.warn(batch, f"submitting is interrupted, tried again on each scan: {error}", batch=batch)
+            return None
+
+    def _patiently(self, work: Callable[[], bool]) -> bool | None:
+        """Do `work`; after an outage of Redis drop what was under way, wait, and say None."""
+        try:
+            done = work()
+            self._outages = 0
+            return done
+        except OUTAGES as error:
+            self._outages += 1
+            self._drop()
+            wait(pause_after(self._outages, error), self.stop)
+            return None
+
+    def _sleep(self) -> None:
+        """Until a scan is due, an event comes, or a batch that waits for room is to be asked again."""
+        due = self._last_scan + (self._scan_s() if not self._wake.is_set() else LEAST_SCAN_S)
+        end = min(due, time.monotonic() + FULL_S) if self._active else due
+        while (left := end - time.monotonic()) > 0 and not self.stop():
+            if self._wake.wait(min(left, SLICE_S)):
+                wait(self._last_scan + LEAST_SCAN_S - time.monotonic(), self.stop)
+                return
+
+    def _drop(self) -> None:
+        for batch, submission in self._active.items():
+            submission.close()
+            self._tried.pop(batch, None)
+        self._active.clear()
+
+    def _close(self) -> None:
+        self._drop()
+        self._hints.close()
