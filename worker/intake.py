@@ -1,0 +1,841 @@
+"""Where a prompt enters the worker and where it leaves it: jobs are taken from RQ, leased, and ended.
+
+The only module of the worker that knows rq. RQ's own worker runs one job per process; this one holds many at once in
+the process in which the model lives, so it takes RQ's place between the queue and the job: no fork, no SIGALRM.
+
+Every change of a job's state is one Lua script or one transaction, and every one that ends a lease is fenced: it does
+nothing when the row's execution has left RQ's started registry, because then somebody else has the row. Times are the
+server's, so the clocks of the workers' machines do not matter.
+
+A job's way: queue list -> (LMOVE) intermediate list -> started registry, in one script, so it is leased the moment it
+is popped. From there it is finished (mark, job deleted), retried (scheduled registry), failed (mark, failed registry)
+or given back (front of its queue). A row whose lease runs out returns to the front of its queue, and the start that
+never ended stays counted in the ledger. A row that ran through two crashes is run alone, so that the third one, if it
+comes, names the culprit and not its neighbours; after three it is rejected.
+
+Seams of RQ 3.0 that this module stands on (held by tests/worker/test_intake.py): the names of its keys, taken from
+`Queue`, `Job`, `Execution`, `ExecutionRegistry` and the registries; the fields `status`, `meta`, `exc_info` (zlib),
+`started_at`, `ended_at`, `worker_name` of a job's hash, and `Job.restore` to read it; the members `{job}:{execution}`
+of the started registry, scored by expiry, which RQ's clean-up (any `rq info` runs it) puts back on the queue because
+the jobs carry `Retry`; scheduled and failed registries scored by due time and expiry; `BaseWorker.register_birth`,
+`register_death`, `heartbeat`, `set_state` and `worker_registration.clean_worker_registry`, which make a worker visible.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import random
+import re
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, cast
+from uuid import uuid4
+
+from pydantic import ValidationError
+from redis import Redis
+from redis.client import Pipeline
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import OutOfMemoryError, ReadOnlyError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+from rq import Queue
+from rq.executions import Execution, ExecutionRegistry
+from rq.job import Job, JobStatus
+from rq.serializers import JSONSerializer
+from rq.utils import now, utcformat
+from rq.worker import BaseWorker
+from rq.worker.base import WorkerStatus
+from rq.worker_registration import clean_worker_registry
+
+from contract import logs, sealing
+from contract.errors import BadPrompt, PromptError, PromptFailure, UsageError
+from contract.jobs import SCHEMA, ErrorCode, ErrorDetail, ErrorRow, PromptJob
+from contract.ledger import Ledger, Mark
+from contract.queues import FAILURE_TTL_S, queues
+from contract.settings import WorkerSettings
+
+QUARANTINE = 3
+"""Starts that never ended after which a prompt is not started again."""
+POLL_S = 0.05
+REPAIR_CHUNK = 1_000
+OUTAGES = (RedisConnectionError, RedisTimeoutError, ReadOnlyError, OutOfMemoryError)
+"""The server is away or takes no writes for now: what was asked of it is asked again later."""
+
+
+@dataclass(frozen=True)
+class Lease:
+    """Our right to a job, by its Redis keys. Private to this module."""
+
+    lane: _Lane
+    job_id: str
+    member: str
+    execution_id: str
+    execution: str
+    executions: str
+    order: int
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A prompt that this worker holds. `attempt` counts from 1; `suspect` is the number of earlier starts that never
+    ended, that is, of worker crashes it ran through; `taken_at` is in seconds since the epoch."""
+
+    job: PromptJob
+    attempt: int
+    suspect: int
+    taken_at: float
+    lease: Lease = field(repr=False)
+
+    @property
+    def batch(self) -> str:
+        return self.job.batch
+
+    @property
+    def index(self) -> int:
+        return self.job.index
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A job that must not or cannot run. It is held like a taken one until `fail` ends it."""
+
+    batch: str
+    index: int
+    error: PromptError
+    attempts: int
+    lease: Lease = field(repr=False)
+    payload: dict[str, Any] = field(default_factory=dict, repr=False)
+    """What could be read of the job."""
+
+    def error_row(self, worker: str) -> ErrorRow:
+        """The row to write before `fail`; line 0 and the index for an id where the job did not tell."""
+        line, prompt = self.payload.get("line"), self.payload.get("prompt")
+        return ErrorRow(
+            index=self.index,
+            id=str(self.payload.get("id", self.index)),
+            line=line if isinstance(line, int) else 0,
+            prompt=prompt if isinstance(prompt, str) else None,
+            error=ErrorDetail(code=ErrorCode(self.error.code), message=str(self.error), attempts=self.attempts),
+            worker=worker,
+        )
+
+
+Held = Taken | Rejected
+
+
+@dataclass(frozen=True)
+class _Lane:
+    """One of the model's queues, by the names that RQ gives to its keys."""
+
+    name: str
+    waiting: str
+    intermediate: str
+    started: str
+    scheduled: str
+    failed: str
+
+    @classmethod
+    def of(cls, queue: Queue) -> _Lane:
+        return cls(
+            name=queue.name,
+            waiting=queue.key,
+            intermediate=queue.intermediate_queue.key,
+            started=queue.started_job_registry.key,
+            scheduled=queue.scheduled_job_registry.key,
+            failed=queue.failed_job_registry.key,
+        )
+
+
+def worker_name(settings: WorkerSettings) -> str:
+    """The configured name, else host and process id, in letters that RQ, Redis and file names all take."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", settings.name or f"{socket.gethostname()}-{os.getpid()}")
+
+
+class Intake:
+    """The worker's side of the queues. A context manager: inside, the worker is known to RQ and its leases live.
+
+    `take`, `finish`, `retry`, `fail` and `give_back` are for one thread, the loop's. While the server is away they do
+    not raise: nothing is taken, and what ended is kept and recorded when the server is back.
+    """
+
+    def __init__(self, redis: Redis, ledger: Ledger, settings: WorkerSettings) -> None:
+        self.name = worker_name(settings)
+        self._redis = redis
+        self._ledger = ledger
+        self._settings = settings
+        self._log = logs.get(worker=self.name)
+        self._queues = queues(redis, settings.queue_model)
+        self._lanes = [_Lane.of(queue) for queue in self._queues]
+        self._worker = BaseWorker(
+            self._queues, name=self.name, connection=redis, serializer=JSONSerializer, worker_ttl=1
+        )
+        scripts = (_TAKE, _RENEW, _REPAIR, _FINISH, _FAIL, _RETRY, _GIVE_BACK)
+        self._take_script, self._renew_script, self._repair_script, *endings = map(redis.register_script, scripts)
+        self._finish_script, self._fail_script, self._retry_script, self._give_back_script = endings
+        self._guard = threading.Lock()
+        self._held: dict[str, Held] = {}
+        self._lost: list[Taken] = []
+        self._rejected: list[Rejected] = []
+        self._parked: list[Taken] = []
+        self._alone: Taken | None = None
+        self._postponed: list[tuple[Sequence[Held], _Commands]] = []
+        self._orders = 0
+        self._stopping = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    # Life
+
+    def __enter__(self) -> Intake:
+        self._claim_name()
+        self._worker.register_birth()
+        self._beat()
+        for name, action, interval in (
+            ("heartbeat", self._beat, self._settings.lease_s / 3),
+            ("maintenance", self.maintain, self._settings.scan_s),
+        ):
+            thread = threading.Thread(target=self._repeat, args=(action, interval), name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave in order. What is still held goes back; after an error its start stays counted against it."""
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join(timeout=self._settings.lease_s)
+        self._flush()
+        self._put_back(self._all_held(), started_counts=error is not None and isinstance(error, Exception))
+        with contextlib.suppress(*OUTAGES):
+            self._worker.register_death()
+
+    def _claim_name(self) -> None:
+        """Take over a name left by a dead worker of this machine at once, one of another machine when it expires."""
+        deadline = time.monotonic() + self._settings.lease_s + 2
+        while record := cast("dict[bytes, bytes]", self._redis.hgetall(self._worker.key)):
+            if b"death" in record or self._is_dead_neighbour(record):
+                self._redis.delete(self._worker.key)
+                return
+            if time.monotonic() > deadline:
+                host, pid = (record.get(key, b"?").decode() for key in (b"hostname", b"pid"))
+                raise UsageError(f"a worker named '{self.name}' is running on {host} (process {pid}): choose another")
+            time.sleep(POLL_S)
+
+    def _is_dead_neighbour(self, record: dict[bytes, bytes]) -> bool:
+        if record.get(b"hostname", b"").decode() != self._worker.hostname:
+            return False
+        try:
+            os.kill(int(record.get(b"pid", b"0")) or os.getpid(), 0)
+        except ProcessLookupError:
+            return True
+        except (PermissionError, ValueError):
+            return False
+        return False
+
+    def _repeat(self, action: Callable[[], object], interval: float) -> None:
+        """Run `action` now and every `interval` seconds until we leave. Whatever happens in it, this goes on."""
+        failures = 0
+        while True:
+            try:
+                action()
+                failures = 0
+            except OUTAGES as error:
+                failures += 1
+                self._log.warning("Redis is away; trying again", reason=str(error))
+            except Exception:  # noqa: BLE001 - leases must live on whatever maintenance runs into
+                failures += 1
+                self._log.exception("unexpected error; going on")
+            if self._stopping.wait(min(interval, 0.1 * 2 ** min(failures, 10)) if failures else interval):
+                return
+
+    # Taking
+
+    def take(self, room: int, wait_s: float = 0.0) -> list[Taken]:
+        """Up to `room` prompts, the most urgent queue first; waits up to `wait_s` seconds for the first one.
+
+        An idle worker that gets some lingers for more. Look at `rejected()` after every call.
+        """
+        idle = not self._running()
+        deadline = time.monotonic() + wait_s
+        rows = self._take_now(room)
+        while not rows and not self._rejected and (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(POLL_S, left))
+            rows = self._take_now(room)
+        if idle and rows and self._alone is None and len(rows) < room and self._settings.linger_ms:
+            time.sleep(self._settings.linger_ms / 1000)
+            rows += self._take_now(room - len(rows))
+        return rows
+
+    def is_empty(self) -> bool:
+        """Is there nothing left to do for this worker: nothing held, waiting, or scheduled for a retry?"""
+        if self._all_held() or self._postponed:
+            return False
+        try:
+            with self._redis.pipeline(transaction=True) as pipe:
+                for lane in self._lanes:
+                    pipe.llen(lane.waiting)
+                    pipe.llen(lane.intermediate)
+                    pipe.zcard(lane.scheduled)
+                return not any(pipe.execute())
+        except OUTAGES:
+            return False
+
+    def rejected(self) -> list[Rejected]:
+        """Jobs found by `take` that cannot run, once each: write their `error_row`, then `fail` them."""
+        rejected, self._rejected = self._rejected, []
+        return rejected
+
+    def _take_now(self, room: int) -> list[Taken]:
+        """One look at the queues. A suspect waits, leased, until nothing else runs, and then runs alone."""
+        self._flush()
+        if self._alone and self._holds(self._alone):
+            return []
+        self._alone = None
+        if not self._parked and room > 0:
+            rows = self._pop(room)
+            self._parked = [row for row in rows if row.suspect >= QUARANTINE - 1]
+            if calm := [row for row in rows if row.suspect < QUARANTINE - 1]:
+                return calm
+        if self._parked and room > 0 and not self._running():
+            self._alone = self._parked.pop(0)
+            self._log.warning("runs alone: it ran through crashes", batch=self._alone.batch, index=self._alone.index)
+            return [self._alone]
+        return []
+
+    def _pop(self, room: int) -> list[Taken]:
+        keys = [key for lane in self._lanes for key in (lane.waiting, lane.intermediate, lane.started, lane.scheduled)]
+        patterns = [
+            Job.key_for("%s"),
+            Execution("%s", "%s", self._redis).key,
+            ExecutionRegistry("%s", self._redis).key,
+            *(self._ledger.key("%s", part) for part in (Mark.DONE, Mark.FAILED, "starts")),
+        ]
+        fixed = [room, self._settings.lease_s, self.name, self._worker.executions_key, utcformat(now())]
+        try:
+            found = self._take_script(keys=keys, args=[*fixed, *patterns, *(uuid4().hex for _ in range(room))])
+        except OUTAGES as error:
+            self._log.warning("Redis is away; nothing taken", reason=str(error))
+            return []
+        rows, over = [], []
+        for lane, job_id, execution_id, record, done, failed, starts in found:
+            lease = self._lease(self._lanes[lane - 1], job_id.decode(errors="replace"), execution_id.decode())
+            row = self._read(lease, record, starts)
+            if done or failed:
+                over.append(row)  # it ended already; a crash came before its job was put away
+            else:
+                rows.append(row)
+        self._hold([*rows, *over])
+        self._end(over, lambda pipe, row: self._release(pipe, row, self._finish_script))
+        for row in rows:
+            if isinstance(row, Rejected):
+                self._refuse(row)
+        return [row for row in rows if isinstance(row, Taken)]
+
+    def _lease(self, lane: _Lane, job_id: str, execution_id: str) -> Lease:
+        execution = Execution(execution_id, job_id, self._redis, self.name)
+        self._orders += 1
+        return Lease(
+            lane=lane,
+            job_id=job_id,
+            member=execution.composite_key,
+            execution_id=execution_id,
+            execution=execution.key,
+            executions=ExecutionRegistry(job_id, self._redis).key,
+            order=self._orders,
+        )
+
+    def _read(self, lease: Lease, record: list[bytes] | None, starts: int) -> Held:
+        """The prompt in a job's hash, or why it is rejected. Nothing that stands in the hash may raise."""
+        batch, _, index = lease.job_id.rpartition("-")
+        payload: dict[str, Any] = {}
+        attempts = 0
+        try:
+            job = Job(lease.job_id, connection=self._redis, serializer=JSONSerializer)
+            job.restore(dict(zip(record[::2], record[1::2], strict=True)) if record else {})
+            attempts = int(job.meta.get("attempts", 0))
+            payload = dict(job.args[0])
+            prompt = _validated(payload, lease.job_id)
+            if starts > QUARANTINE:
+                raise PromptFailure(
+                    ErrorCode.WORKER_CRASHED, f"a worker crashed while this prompt ran, {starts - 1} times"
+                )
+            return Taken(prompt, attempts + 1, starts - 1, time.time(), lease)
+        except PromptError as error:
+            reason = error
+        except Exception as error:  # noqa: BLE001 - rq raises what it likes on a hash that is not a job
+            reason = BadPrompt(ErrorCode.BAD_ROW, f"the job is damaged ({type(error).__name__}: {error})"[:500])
+        whole = batch and index.isdecimal() and len(index) < 10
+        return Rejected(batch if whole else "", int(index) if whole else 0, reason, attempts, lease, payload)
+
+    def _refuse(self, row: Rejected) -> None:
+        self._log.error("job rejected", job=row.lease.job_id, batch=row.batch, index=row.index, reason=str(row.error))
+        if row.batch:
+            self._rejected.append(row)
+        else:  # somebody else's job on our queue: no row to write, but RQ's failed jobs show it
+            self._end([row], lambda pipe, job: self._register_failure(pipe, job, row.error))
+
+    # Ending
+
+    def finish(self, taken: Sequence[Taken]) -> int:
+        """Their outputs are on the disk: mark the rows done and delete their jobs, in one transaction.
+
+        Returns how many were still ours; the others are somebody else's by now and are dropped.
+        """
+
+        def commands(pipe: Pipeline, row: Held) -> None:
+            self._ledger.mark(pipe, row.batch, row.index, Mark.DONE, (row.lease.lane.started, row.lease.member))
+            self._release(pipe, row, self._finish_script)
+
+        return self._end(taken, commands)
+
+    def will_retry(self, taken: Taken, error: PromptError) -> bool:
+        """Is there another attempt for this prompt? If not, write its error row and `fail` it."""
+        return isinstance(error, PromptFailure) and taken.attempt < self._settings.max_attempts
+
+    def retry(self, taken: Taken, error: PromptError) -> bool:
+        """Schedule another attempt after a random part of an exponentially growing delay. False: no longer ours."""
+        longest = min(self._settings.retry_max_s, self._settings.retry_base_s * 2.0 ** (taken.attempt - 1))
+        delay = random.uniform(0.0, longest)
+        meta = JSONSerializer.dumps({"attempts": taken.attempt, "error": f"{error.code}: {error}"[:500]})
+        self._log.warning(
+            "attempt failed; will be retried",
+            batch=taken.batch,
+            index=taken.index,
+            attempt=taken.attempt,
+            in_s=round(delay, 1),
+            reason=f"{error.code}: {error}",
+        )
+
+        def commands(pipe: Pipeline, row: Held) -> None:
+            self._release(pipe, row, self._retry_script, row.lease.lane.scheduled, delay, JobStatus.SCHEDULED, meta)
+
+        return self._end([taken], commands) == 1
+
+    def fail(self, row: Taken | Rejected, error: PromptError | None = None) -> bool:
+        """Its error row is on the disk: mark the row failed and keep its job for `producer retry`.
+
+        `error` may be left out for a rejected job, which has its own. False: the row is no longer ours.
+        """
+        reason = error or (row.error if isinstance(row, Rejected) else None)
+        assert reason is not None
+
+        def commands(pipe: Pipeline, held: Held) -> None:
+            lease = held.lease
+            self._ledger.mark(pipe, held.batch, held.index, Mark.FAILED, (lease.lane.started, lease.member))
+            self._register_failure(pipe, held, reason)
+
+        return self._end([row], commands) == 1
+
+    def give_back(self, taken: Sequence[Taken]) -> int:
+        """Put rows back at the front of their queues in the order they stood there, as if never started."""
+        return self._put_back(taken, started_counts=False)
+
+    def _put_back(self, rows: Sequence[Held], started_counts: bool) -> int:
+        def commands(pipe: Pipeline, row: Held) -> None:
+            self._release(pipe, row, self._give_back_script, row.lease.lane.waiting, int(started_counts))
+
+        backwards = sorted(rows, key=lambda row: row.lease.order, reverse=True)  # each is put before the last
+        return self._end(backwards, commands)
+
+    def _register_failure(self, pipe: Pipeline, row: Held, error: PromptError) -> None:
+        text = zlib.compress(f"{error.code}: {error}".encode("utf-8", errors="backslashreplace"))
+        self._release(pipe, row, self._fail_script, row.lease.lane.failed, FAILURE_TTL_S, utcformat(now()), text)
+
+    def _release(self, pipe: Pipeline, row: Held, script: Any, target: str = "", *args: Any) -> None:
+        """Queue on `pipe` one of the scripts that end a lease; its answer is 1, or 0 when the lease was lost."""
+        lease, key = row.lease, self._ledger.key
+        ledger = [key(row.batch, part) for part in (Mark.DONE, Mark.FAILED, "starts")]
+        ours = [lease.lane.started, lease.execution, lease.executions, self._worker.executions_key]
+        keys = [*ours, Job.key_for(lease.job_id), *ledger, target or lease.lane.waiting]
+        script(keys=keys, args=[lease.member, lease.execution_id, row.index, lease.job_id, *args], client=pipe)
+
+    def _end(self, rows: Sequence[Held], commands: _Commands) -> int:
+        """Run `commands` for all rows in one transaction; returns how many leases were still ours.
+
+        While the server is away the rows stay leased and the transaction is run later; they count as ours.
+        """
+        if not rows:
+            return 0
+        self._let_go(rows)  # first, or a heartbeat in between would take an ended lease for a lost one
+        try:
+            kept = self._transact(rows, commands)
+        except OUTAGES as error:
+            self._log.warning("Redis is away; ended rows will be recorded later", rows=len(rows), reason=str(error))
+            self._hold(rows)
+            self._postponed.append((rows, commands))
+            return len(rows)
+        for row, ours in zip(rows, kept, strict=True):
+            if not ours:
+                self._log.warning("lease lost: somebody else has the row", batch=row.batch, index=row.index)
+        return sum(kept)
+
+    def _transact(self, rows: Sequence[Held], commands: _Commands) -> list[bool]:
+        with self._redis.pipeline(transaction=True) as pipe:
+            last = []
+            for row in rows:
+                commands(pipe, row)
+                last.append(len(pipe) - 1)
+            answers = pipe.execute()
+        return [answers[place] == 1 for place in last]
+
+    def _flush(self) -> None:
+        """Run what could not be run while the server was away."""
+        postponed, self._postponed = self._postponed, []
+        for rows, commands in postponed:
+            self._end(rows, commands)
+
+    # Holding
+
+    def held(self) -> list[Taken]:
+        """Prompts this worker has a lease on, in the order in which they were taken."""
+        return [row for row in self._all_held() if isinstance(row, Taken)]
+
+    def lost(self) -> list[Taken]:
+        """Prompts whose lease was found lost since the last call: working on them is of no use any more."""
+        with self._guard:
+            lost, self._lost = self._lost, []
+        return lost
+
+    def _all_held(self) -> list[Held]:
+        with self._guard:
+            return sorted(self._held.values(), key=lambda row: row.lease.order)
+
+    def _running(self) -> int:
+        """Prompts that the caller has at this moment."""
+        return len(self.held()) - len(self._parked)
+
+    def _holds(self, row: Held) -> bool:
+        with self._guard:
+            return row.lease.execution_id in self._held
+
+    def _hold(self, rows: Iterable[Held]) -> None:
+        with self._guard:
+            self._held.update({row.lease.execution_id: row for row in rows})
+
+    def _let_go(self, rows: Iterable[Held]) -> None:
+        with self._guard:
+            for row in rows:
+                self._held.pop(row.lease.execution_id, None)
+
+    def _beat(self) -> None:
+        """Renew the worker's key and every lease; rows that somebody else has by now are let go."""
+        if not self._redis.exists(self._worker.key):
+            self._worker.register_birth()  # it expired while we or the server stood still
+        rows = self._all_held()
+        with self._redis.pipeline(transaction=False) as pipe:
+            self._worker.set_state(WorkerStatus.BUSY if rows else WorkerStatus.IDLE, pipeline=pipe)
+            self._worker.heartbeat(timeout=math.ceil(self._settings.lease_s) + 1, pipeline=pipe)
+            keys = [key for row in rows for key in (row.lease.lane.started, row.lease.execution, row.lease.executions)]
+            members = [word for row in rows for word in (row.lease.member, row.lease.execution_id)]
+            self._renew_script(keys=keys, args=[self._settings.lease_s, *members], client=pipe)
+            missing = {execution.decode() for execution in pipe.execute()[-1]}
+        self._note_lost(missing)
+
+    def _note_lost(self, executions: set[str]) -> None:
+        with self._guard:
+            gone = [self._held.pop(execution) for execution in executions if execution in self._held]
+            self._lost += [row for row in gone if isinstance(row, Taken)]
+        for row in gone:
+            self._log.warning("lease lost: somebody else has the row", batch=row.batch, index=row.index)
+
+    # Maintenance
+
+    def maintain(self) -> None:
+        """Put back what dead workers held, queue what is due, seal what is complete.
+
+        Every worker does it, each step is atomic, and no lock is needed that a dying worker could take with it.
+        """
+        for queue, lane in zip(self._queues, self._lanes, strict=True):
+            try:
+                self._repair(lane)
+                clean_worker_registry(queue)
+            except ResponseError:
+                self._log.exception("cannot look after the queue", queue=lane.name)
+        sealing.seal_ready(self._ledger, self._settings.folders)
+
+    def _repair(self, lane: _Lane) -> None:
+        keys = [lane.waiting, lane.intermediate, lane.started, lane.scheduled, f"dllm:intermediate:{lane.name}"]
+        patterns = [
+            Job.key_for("%s"),
+            Execution("%s", "%s", self._redis).key,
+            ExecutionRegistry("%s", self._redis).key,
+        ]
+        while True:
+            found = self._repair_script(keys=keys, args=[self._settings.lease_s, REPAIR_CHUNK, *patterns])
+            due, expired, stranded = found
+            if expired or stranded:
+                self._log.warning("put back jobs", queue=lane.name, of_dead_workers=expired, stranded=stranded)
+            if max(due, expired) < REPAIR_CHUNK:
+                return
+
+
+_Commands = Callable[[Pipeline, Held], None]
+
+
+def _validated(payload: dict[str, Any], job_id: str) -> PromptJob:
+    version = payload.get("schema_version", SCHEMA)
+    if isinstance(version, int) and version > SCHEMA:
+        raise BadPrompt(
+            ErrorCode.BAD_ROW,
+            f"the job's schema is {version} and this worker knows {SCHEMA}: upgrade it, then `producer retry`",
+        )
+    try:
+        prompt = PromptJob.model_validate(payload)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise BadPrompt(ErrorCode.BAD_ROW, f"the job is damaged ({where}: {first['msg']})") from None
+    if prompt.job_id != job_id:
+        raise BadPrompt(ErrorCode.BAD_ROW, f"the job is damaged (it says that it is {prompt.job_id})")
+    return prompt
+
+
+# Scripts. Those that begin with _CLOCK know `now`, the server's time in seconds.
+
+_CLOCK = """
+local clock = redis.call('TIME')
+local now = clock[1] + clock[2] / 1e6
+"""
+
+# Queues the scheduled jobs that are due. Returns how many there were.
+_PROMOTE = """
+local function promote(scheduled, waiting, job_key, limit)
+  local due = redis.call('ZRANGEBYSCORE', scheduled, '-inf', now, 'LIMIT', 0, limit)
+  for _, id in ipairs(due) do
+    local job = string.format(job_key, id)
+    redis.call('ZREM', scheduled, id)
+    if redis.call('EXISTS', job) == 1 then
+      redis.pcall('HSET', job, 'status', 'queued')
+      redis.call('RPUSH', waiting, id)
+    end
+  end
+  return #due
+end
+"""
+
+# KEYS for each queue: waiting, intermediate, started, scheduled.
+# ARGV room, lease seconds, worker, its executions key, time as text; patterns of the keys job, execution, executions,
+# done, failed, starts; an execution id for each place of the room.
+# Returns for each job: queue number, id, execution id, hash or false, done, failed, starts. A job without a hash is
+# dropped. Should the script fail halfway, what it popped lies in the intermediate list and is found by _REPAIR.
+_TAKE = (
+    _CLOCK
+    + _PROMOTE
+    + """
+local room, lease, worker = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3]
+local taken = {}
+for q = 1, #KEYS, 4 do
+  local waiting, intermediate, started = KEYS[q], KEYS[q + 1], KEYS[q + 2]
+  promote(KEYS[q + 3], waiting, ARGV[6], 100)
+  while #taken < room do
+    local id = redis.call('LMOVE', waiting, intermediate, 'LEFT', 'RIGHT')
+    if not id then break end
+    local job = string.format(ARGV[6], id)
+    local hash = redis.pcall('HGETALL', job)
+    if hash.err then hash = false end
+    if not hash or #hash > 0 then
+      local execution = ARGV[12 + #taken]
+      local member = id .. ':' .. execution
+      local record, executions = string.format(ARGV[7], id, execution), string.format(ARGV[8], id)
+      redis.call('ZADD', started, now + lease, member)
+      redis.call('HSET', record, 'id', execution, 'job_id', id, 'created_at', now, 'last_heartbeat', now,
+                 'worker_name', worker)
+      redis.call('PEXPIRE', record, math.ceil(lease * 1000))
+      redis.call('ZADD', executions, now + lease + 60, execution)
+      redis.call('PEXPIRE', executions, math.ceil(lease * 1000) + 60000)
+      redis.call('SADD', ARGV[4], member)
+      redis.call('PEXPIRE', ARGV[4], math.ceil(lease * 1000) + 60000)
+      if hash then
+        redis.call('HSET', job, 'status', 'started', 'worker_name', worker, 'started_at', ARGV[5],
+                   'last_heartbeat', ARGV[5])
+      end
+      local batch, index = string.match(id, '^(.+)%-(%d+)$')
+      local done, failed, starts = 0, 0, 1
+      if batch and #index < 10 then
+        done = redis.call('GETBIT', string.format(ARGV[9], batch), index)
+        failed = redis.call('GETBIT', string.format(ARGV[10], batch), index)
+        starts = redis.call('HINCRBY', string.format(ARGV[11], batch), index, 1)
+      end
+      taken[#taken + 1] = {(q + 3) / 4, id, execution, hash, done, failed, starts}
+    end
+    redis.call('LREM', intermediate, -1, id)
+  end
+end
+return taken
+"""
+)
+
+# KEYS for each row: started, execution, executions. ARGV lease seconds; for each row its member and execution id.
+# Returns the execution ids of the rows whose lease is lost.
+_RENEW = (
+    _CLOCK
+    + """
+local lease, lost = tonumber(ARGV[1]), {}
+for row = 1, #KEYS / 3 do
+  local started, record, executions = KEYS[3 * row - 2], KEYS[3 * row - 1], KEYS[3 * row]
+  local member, execution = ARGV[2 * row], ARGV[2 * row + 1]
+  if redis.call('ZSCORE', started, member) then
+    redis.call('ZADD', started, now + lease, member)
+    redis.call('HSET', record, 'last_heartbeat', now)
+    redis.call('PEXPIRE', record, math.ceil(lease * 1000))
+    redis.call('ZADD', executions, now + lease + 60, execution)
+    redis.call('PEXPIRE', executions, math.ceil(lease * 1000) + 60000)
+  else
+    lost[#lost + 1] = execution
+  end
+end
+return lost
+"""
+)
+
+# KEYS waiting, intermediate, started, scheduled, first seen in the intermediate list.
+# ARGV lease seconds, most jobs at a time; patterns of the keys job, execution, executions.
+# Returns how many jobs were due, how many had an expired lease, how many were stranded in the intermediate list.
+_REPAIR = (
+    _CLOCK
+    + _PROMOTE
+    + """
+local waiting, intermediate, started, scheduled, seen = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local lease, limit = tonumber(ARGV[1]), tonumber(ARGV[2])
+
+local function leased(id)
+  for _, execution in ipairs(redis.call('ZRANGE', string.format(ARGV[5], id), 0, -1)) do
+    if redis.call('ZSCORE', started, id .. ':' .. execution) then return true end
+  end
+  return false
+end
+
+local function put_back(id)
+  local job = string.format(ARGV[3], id)
+  if redis.call('EXISTS', job) == 0 then return end
+  redis.pcall('HSET', job, 'status', 'queued')
+  redis.call('LPUSH', waiting, id)
+end
+
+local expired = redis.call('ZRANGEBYSCORE', started, '-inf', now, 'LIMIT', 0, limit)
+for place = #expired, 1, -1 do
+  local id, execution = string.match(expired[place], '^(.*):(.*)$')
+  redis.call('ZREM', started, expired[place])
+  if id then
+    redis.call('DEL', string.format(ARGV[4], id, execution))
+    redis.call('ZREM', string.format(ARGV[5], id), execution)
+    local status = redis.pcall('HGET', string.format(ARGV[3], id), 'status')
+    -- Any other status was set by whoever put the job elsewhere already.
+    if (type(status) == 'table' or status == 'started') and not leased(id) then put_back(id) end
+  end
+end
+
+local stranded, present = 0, {}
+for _, id in ipairs(redis.call('LRANGE', intermediate, 0, -1)) do
+  local first = redis.call('ZSCORE', seen, id)
+  if leased(id) then
+    redis.call('LREM', intermediate, 1, id)
+  elseif first and now - first > lease then
+    redis.call('LREM', intermediate, 1, id)
+    put_back(id)
+    stranded = stranded + 1
+  else
+    present[id] = true
+    redis.call('ZADD', seen, 'NX', now, id)
+  end
+end
+for _, id in ipairs(redis.call('ZRANGE', seen, 0, -1)) do
+  if not present[id] then redis.call('ZREM', seen, id) end
+end
+
+return {promote(scheduled, waiting, ARGV[3], limit), #expired, stranded}
+"""
+)
+
+# The scripts that end a lease share KEYS started, execution, executions, worker's executions, job, done, failed,
+# starts, target, and ARGV member, execution id, row index, job id; what follows is each script's own.
+# `release` gives up the lease, or tells that somebody else has the row. `over` tells that the row has ended: then its
+# job is deleted when it is done, and kept for a retry when it failed.
+_RELEASE = (
+    _CLOCK
+    + """
+local job, starts, target, id = KEYS[5], KEYS[8], KEYS[9], ARGV[4]
+
+local function release()
+  if redis.call('ZREM', KEYS[1], ARGV[1]) == 0 then return false end
+  redis.call('DEL', KEYS[2])
+  redis.call('ZREM', KEYS[3], ARGV[2])
+  redis.call('SREM', KEYS[4], ARGV[1])
+  return true
+end
+
+local function over()
+  if redis.call('GETBIT', KEYS[6], ARGV[3]) == 1 then
+    redis.call('DEL', job)
+    redis.call('HDEL', starts, ARGV[3])
+    return true
+  end
+  return redis.call('GETBIT', KEYS[7], ARGV[3]) == 1
+end
+
+local function exists()
+  return redis.call('EXISTS', job) == 1
+end
+"""
+)
+
+_FINISH = (
+    _RELEASE
+    + """
+if not release() then return 0 end
+if over() and exists() then redis.pcall('HSET', job, 'status', 'failed') end
+return 1
+"""
+)
+
+# target: failed registry. ARGV[5] seconds that a failed job is kept, [6] time as text, [7] compressed message.
+# A hash that is no hash is of no use to anybody and would make every tool that lists the failed jobs stumble.
+_FAIL = (
+    _RELEASE
+    + """
+if not release() then return 0 end
+if redis.call('GETBIT', KEYS[6], ARGV[3]) == 1 or redis.call('TYPE', job).ok ~= 'hash'
+   or redis.call('HEXISTS', job, 'data') == 0 then
+  redis.call('DEL', job)
+  return 1
+end
+redis.call('HSET', job, 'status', 'failed', 'ended_at', ARGV[6], 'exc_info', ARGV[7])
+redis.call('EXPIRE', job, ARGV[5])
+redis.call('ZADD', target, now + tonumber(ARGV[5]), id)
+return 1
+"""
+)
+
+# target: scheduled registry. ARGV[5] delay in seconds, [6] status, [7] meta.
+_RETRY = (
+    _RELEASE
+    + """
+if not release() then return 0 end
+redis.call('HDEL', starts, ARGV[3])
+if over() or not exists() then return 1 end
+redis.call('HSET', job, 'status', ARGV[6], 'meta', ARGV[7])
+redis.call('ZADD', target, now + tonumber(ARGV[5]), id)
+return 1
+"""
+)
+
+# target: waiting list. ARGV[5] 1 when the start stays counted.
+_GIVE_BACK = (
+    _RELEASE
+    + """
+if not release() then return 0 end
+if ARGV[5] == '0' and redis.call('HINCRBY', starts, ARGV[3], -1) <= 0 then redis.call('HDEL', starts, ARGV[3]) end
+if over() or not exists() then return 1 end
+redis.pcall('HSET', job, 'status', 'queued')
+redis.pcall('HDEL', job, 'started_at', 'worker_name')
+redis.call('LPUSH', target, id)
+return 1
+"""
+)
