@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from redis import Redis
 from redis.backoff import ExponentialWithJitterBackoff
@@ -19,7 +20,7 @@ from redis.client import Pipeline
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry as RedisRetry
-from rq import Queue, Retry
+from rq import Queue, Retry, Worker
 from rq.job import Job
 from rq.registry import FailedJobRegistry
 from rq.serializers import JSONSerializer
@@ -57,6 +58,41 @@ def queues(redis: Redis, model: str) -> list[Queue]:
 
 def queue(redis: Redis, model: str, priority: Priority) -> Queue:
     return Queue(queue_name(model, priority), connection=redis, serializer=JSONSerializer)
+
+
+class WorkerInfo(NamedTuple):
+    """A worker whose heartbeat has not run out. Times are seconds since the epoch."""
+
+    name: str
+    state: str
+    queues: tuple[str, ...]
+    last_heartbeat: float | None
+
+    def serves(self, model: str) -> bool:
+        """Does it take prompts for `model`?"""
+        return any(queue_name(model, priority) in self.queues for priority in PRIORITIES)
+
+
+def workers(redis: Redis) -> list[WorkerInfo]:
+    """The living workers of all models, by name."""
+    found = [
+        WorkerInfo(
+            name=worker.name,
+            state=str(worker.get_state()),
+            queues=tuple(worker.queue_names()),
+            last_heartbeat=worker.last_heartbeat.timestamp() if worker.last_heartbeat else None,
+        )
+        for worker in Worker.all(connection=redis, serializer=JSONSerializer)
+    ]
+    return sorted(found)
+
+
+def depths(redis: Redis, model: str) -> dict[Priority, int]:
+    """Prompts that wait in each of the model's queues, the most urgent first."""
+    with redis.pipeline(transaction=False) as pipe:
+        for target in queues(redis, model):
+            pipe.llen(target.key)
+        return dict(zip(PRIORITIES, pipe.execute(), strict=True))
 
 
 def enqueuing(target: Queue, jobs: Sequence[PromptJob]) -> Callable[[Pipeline], None]:

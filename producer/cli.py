@@ -1,0 +1,445 @@
+"""The `producer` command: options in, exit codes out. Everything it does is done by the modules beside it.
+
+Exit codes: 0 all well, 1 something failed, 2 wrong usage, 130 interrupted while watching or submitting a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+from redis.exceptions import RedisError
+from rich.progress import Progress as Bar
+
+from contract import logs, paths, queues, sealing, server
+from contract.errors import BadPrompt, DllmError, UsageError, nearest
+from contract.jobs import PRIORITIES, ErrorCode
+from contract.ledger import BatchSpec, BatchState, Cursor, Ledger
+from contract.paths import Folders
+from contract.sampling import parse_params
+from contract.settings import ProducerSettings, read
+from producer import display, report
+from producer.claims import KINDS, Claims, Look, checked_name
+from producer.submitter import OUTAGES, Progress, pause_after, submit, wait
+from producer.watcher import Watcher
+
+POLL_S = 0.25
+SEAL_AFTER_S = 2.0
+"""A worker publishes a batch it completes at once; one that nobody published by then is published here."""
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="producer",
+    help="Submit prompts for diffusion language models, and see what became of them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Root = Annotated[Path | None, typer.Option("--root", help="Folder under which all others lie [DLLM_ROOT, else .]")]
+RedisUrl = Annotated[
+    str | None, typer.Option("--redis-url", help="Redis address [DLLM_REDIS_URL, else a local server is started]")
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else")]
+BatchId = Annotated[str, typer.Argument(metavar="BATCH", help="Batch id, as `submit` and `status` print it")]
+Codes = Annotated[list[str] | None, typer.Option("--code", help="Only rows with this error code; may be repeated")]
+
+
+def main() -> None:
+    """Entry point of the installed command."""
+    app()
+
+
+@app.command()
+def watch(
+    once: Annotated[bool, typer.Option("--once", help="Submit what is there now, and exit")] = False,
+    root: Root = None,
+    redis_url: RedisUrl = None,
+    debug: Debug = False,
+) -> None:
+    """Watch batch_inputs/ and submit every .txt and .jsonl file that is put there."""
+    with _errors(debug), Stop() as stop:
+        session = Session.open({"root": root, "redis_url": redis_url}, quiet=False)
+        watcher = Watcher(session.settings, session.ledger, stop)
+        if once:
+            watcher.run_once()
+            return
+        logs.get().info("watching", folder=str(session.folders.inputs))
+        watcher.run()
+        logs.get().info("watching stopped")
+
+
+@app.command("submit")
+def submit_command(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help=".txt or .jsonl files")],
+    name: Annotated[str | None, typer.Option("--name", help="Name of the output files [that of FILE]")] = None,
+    priority: Annotated[str | None, typer.Option("--priority", help="high, normal or low")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Name under models/, or path of a checkpoint")] = None,
+    wait_: Annotated[bool, typer.Option("--wait", help="Wait until the outputs are published")] = False,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Longest output")] = None,
+    denoise_steps: Annotated[int | None, typer.Option(help="Denoise steps, for rule fixed_steps")] = None,
+    rule: Annotated[str | None, typer.Option(help="Acceptance rule")] = None,
+    threshold: Annotated[float | None, typer.Option(help="Confidence threshold")] = None,
+    entropy_bound: Annotated[float | None, typer.Option(help="Entropy bound")] = None,
+    block_length: Annotated[int | None, typer.Option(help="Positions denoised as one block")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Sampling temperature, 0 for none")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Nucleus sampling")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample among the k most likely tokens, 0 for all")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed; the same one gives the same text")] = None,
+    root: Root = None,
+    redis_url: RedisUrl = None,
+    debug: Debug = False,
+) -> None:
+    """Submit files and print a batch id for each. The files stay as they are; later changes do not matter."""
+    sampling = {
+        "max_new_tokens": max_new_tokens,
+        "denoise_steps": denoise_steps,
+        "rule": rule,
+        "threshold": threshold,
+        "entropy_bound": entropy_bound,
+        "block_length": block_length,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "seed": seed,
+    }
+    with _errors(debug), Stop() as stop:
+        _check_inputs(files, name, priority)
+        flags = {"root": root, "redis_url": redis_url, "model": model, "priority": priority}
+        session = Session.open(flags, quiet=True, sampling=sampling)
+        specs = [spec for file in files if not stop() and (spec := _submit_file(file, name, session, stop))]
+        session.tell_if_no_worker()
+        if wait_ and not stop():
+            _wait_for(specs, session, stop)
+        if stop():
+            raise typer.Exit(INTERRUPTED)
+
+
+@app.command()
+def status(
+    batch: Annotated[str | None, typer.Argument(metavar="[BATCH]", help="One batch in detail")] = None,
+    as_json: Json = False,
+    root: Root = None,
+    redis_url: RedisUrl = None,
+    debug: Debug = False,
+) -> None:
+    """Show how batches, queues and workers stand."""
+    with _errors(debug):
+        session = Session.open({"root": root, "redis_url": redis_url})
+        shown: report.SystemReport | report.BatchReport
+        if batch is None:
+            shown = report.system(session.ledger, session.folders, session.settings.queue_model)
+        else:
+            shown = report.batch_report(report.find(batch, session.ledger), session.folders)
+        if as_json:
+            display.answer(shown.model_dump_json(indent=2))
+        elif isinstance(shown, report.SystemReport):
+            display.system(shown)
+        else:
+            display.batch(shown)
+
+
+@app.command()
+def results(
+    batch: BatchId,
+    output: Annotated[Path | None, typer.Option("--output", help="Write the rows here instead of to stdout")] = None,
+    root: Root = None,
+    redis_url: RedisUrl = None,
+    debug: Debug = False,
+) -> None:
+    """Print a batch's output rows in input order, also while it still runs; name the published files on stderr."""
+    with _errors(debug):
+        session = Session.open({"root": root, "redis_url": redis_url})
+        found = report.find(batch, session.ledger)
+        rows = report.outputs(found, session.ledger, session.folders)
+        count = _write_rows(rows, output)
+        if found.state is not BatchState.DONE:
+            total = "an unknown number of" if found.counts.total is None else found.counts.total
+            display.say(f"{count} rows so far, of {total}")
+        for file in report.published(found, session.folders):
+            display.say(f"published: {_near(file)}")
+        if output is not None:
+            display.say(f"{count} rows written to {output}")
+
+
+@app.command()
+def failed(
+    batch: BatchId,
+    code: Codes = None,
+    as_json: Json = False,
+    root: Root = None,
+    redis_url: RedisUrl = None,
+    debug: Debug = False,
+) -> None:
+    """List a batch's failed rows, why they failed, and what to do about it."""
+    with _errors(debug):
+        codes = _codes(code)
+        session = Session.open({"root": root, "redis_url": redis_url})
+        report.find(batch, session.ledger)
+        found = sealing.errors(batch, session.ledger, session.folders)
+        rows = [row for row in found if codes is None or row.error.code in codes]
+        if as_json:
+            document = {"batch": batch, "errors": [row.model_dump(mode="json") for row in rows]}
+            display.answer(json.dumps(document, indent=2))
+        elif rows:
+            display.failures(rows)
+        else:
+            display.answer("no failed rows")
+
+
+@app.command()
+def retry(
+    batch: BatchId, code: Codes = None, root: Root = None, redis_url: RedisUrl = None, debug: Debug = False
+) -> None:
+    """Queue a batch's failed rows again. Rows that could not be read from the file stay failed."""
+    with _errors(debug):
+        codes = _codes(code)
+        session = Session.open({"root": root, "redis_url": redis_url})
+        report.find(batch, session.ledger)
+        count = sealing.retry(batch, codes, session.ledger, session.folders, session.ledger.redis)
+        display.answer(f"{count} {'row' if count == 1 else 'rows'} queued again")
+
+
+@app.command("stop-server")
+def stop_server(root: Root = None, redis_url: RedisUrl = None, debug: Debug = False) -> None:
+    """End the local Redis server of this root; it is started again when it is needed."""
+    with _errors(debug):
+        settings = read(ProducerSettings, {"root": root, "redis_url": redis_url})
+        display.answer("server stopped" if server.stop(settings) else "no server was running")
+
+
+class Stop:
+    """True once SIGINT or SIGTERM came. The second signal does what it would do without us."""
+
+    def __init__(self) -> None:
+        self._stopped = False
+        self._before: dict[int, Any] = {}
+
+    def __call__(self) -> bool:
+        return self._stopped
+
+    def __enter__(self) -> Stop:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._signalled)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+
+    def _signalled(self, number: int, frame: FrameType | None) -> None:
+        self._stopped = True
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+@dataclass
+class Session:
+    """What every command needs: settings, folders that exist, logs, and a ledger with a server behind it."""
+
+    settings: ProducerSettings
+    ledger: Ledger
+    _told: bool = False
+
+    @staticmethod
+    def open(flags: dict[str, Any], quiet: bool = True, sampling: dict[str, Any] | None = None) -> Session:
+        """Raises DllmError when a setting is wrong or Redis is not to be had."""
+        settings = read(ProducerSettings, flags)
+        try:
+            params = parse_params(sampling or {}, settings.params)
+        except BadPrompt as error:
+            raise UsageError(str(error)) from None
+        settings = settings.model_copy(update={"params": params})
+        settings.folders.create()
+        logs.set_up(settings.folders.logs, "producer", settings.log_level, settings.log_max_mb, quiet)
+        return Session(settings, Ledger(server.open_redis(settings)))
+
+    @property
+    def folders(self) -> Folders:
+        return self.settings.folders
+
+    def tell_if_no_worker(self) -> None:
+        """Say once what is missing when nobody is there to take the prompts."""
+        model = self.settings.queue_model
+        if self._told or any(worker.serves(model) for worker in queues.workers(self.ledger.redis)):
+            return
+        self._told = True
+        default = self.settings.model == ProducerSettings.model_fields["model"].default
+        command = "worker run" if default else f"worker run --model {self.settings.model}"
+        display.say(f"no worker for model '{model}' is alive: start one with `{command}`")
+
+
+def _check_inputs(files: list[Path], name: str | None, priority: str | None) -> None:
+    """Refuse the whole command before anything is submitted, rather than half of it after."""
+    if name is not None:
+        checked_name(name)
+        if len(files) > 1:
+            raise UsageError("--name goes with one FILE")
+    if priority is not None and priority not in PRIORITIES:
+        raise UsageError(f"--priority must be one of {', '.join(PRIORITIES)}{nearest(priority, PRIORITIES)}")
+    for file in files:
+        if not file.exists():
+            raise UsageError(f"{file}: no such file")
+        if not file.is_file():
+            raise UsageError(f"{file}: not a file; name the files in it" if file.is_dir() else f"{file}: not a file")
+        if file.suffix.lower() not in KINDS:
+            raise UsageError(f"{file}: unknown kind of file; rename it to end in {' or '.join(KINDS)}")
+        if not os.access(file, os.R_OK):
+            raise UsageError(f"{file}: no permission to read it")
+
+
+def _submit_file(file: Path, name: str | None, session: Session, stop: Stop) -> BatchSpec | None:
+    claims = Claims(session.settings, session.ledger)
+    spec = _claim(file, name, session, claims)
+    display.answer(spec.batch)
+    size = claims.source(spec).stat().st_size
+    with display.reading_bar() as bar:
+        meter = _Meter(bar, file.name, size, session)
+        complete = submit(spec, session.ledger, session.settings, meter.show, stop)
+    if not complete:
+        display.say(f"stopped at row {session.ledger.cursor(spec.batch).index}: `producer watch` goes on from there")
+        return None
+    return spec
+
+
+def _claim(file: Path, name: str | None, session: Session, claims: Claims) -> BatchSpec:
+    if file.resolve().parent != session.folders.inputs.resolve():
+        return claims.snapshot(file, name)
+    # Left in the inbox it would be submitted a second time by whoever watches it.
+    spec = claims.take(file, Look.at(file), name)
+    if spec is None:
+        raise DllmError(f"{file} was taken by a running `producer watch`")
+    return spec
+
+
+class _Meter:
+    """Draws how far a file has been read."""
+
+    def __init__(self, bar: Bar, name: str, size: int, session: Session) -> None:
+        self._bar = bar
+        self._session = session
+        self._name = display.short(name, 32)
+        self._start = time.monotonic()
+        self._task = bar.add_task(self._name, total=max(1, size), rows="")
+
+    def show(self, cursor: Cursor, progress: Progress) -> None:
+        rate = cursor.index / max(1e-3, time.monotonic() - self._start)
+        waits = progress is Progress.FULL
+        if waits:
+            self._session.tell_if_no_worker()
+        self._bar.update(
+            self._task,
+            completed=cursor.offset,
+            description=f"{self._name}: waiting for workers to make room" if waits else self._name,
+            rows=f"{cursor.index:,} rows" if waits else f"{cursor.index:,} rows, {rate:,.0f} rows/s",
+        )
+
+
+def _wait_for(specs: list[BatchSpec], session: Session, stop: Stop) -> None:
+    """Follow batches until they are published. Exits 1 if any row failed."""
+    failures = 0
+    with display.waiting_bar() as bar:
+        for spec in specs:
+            failures += _follow(spec, session, stop, bar)
+    for spec in specs:
+        if stop():
+            display.say(f"{spec.batch} goes on without you: `producer status {spec.batch}` shows how it stands")
+        else:
+            _summary(spec, session)
+    if failures and not stop():
+        raise typer.Exit(1)
+
+
+def _follow(spec: BatchSpec, session: Session, stop: Stop, bar: Bar) -> int:
+    """Wait until the batch is published or `stop`; returns how many rows failed."""
+    task = bar.add_task(display.short(spec.source, 32), total=None, failed=0)
+    complete_since: float | None = None
+    outages = 0
+    while not stop():
+        try:
+            batch = report.find(spec.batch, session.ledger)
+            counts = batch.counts
+            bar.update(task, completed=counts.ended, total=counts.total, failed=counts.failed)
+            if batch.state is BatchState.DONE:
+                return counts.failed
+            complete_since = (complete_since or time.monotonic()) if counts.complete else None
+            if complete_since and time.monotonic() - complete_since > SEAL_AFTER_S:
+                sealing.seal(spec.batch, session.ledger, session.folders)
+            outages = 0
+            wait(POLL_S, stop)
+        except OUTAGES as error:
+            outages += 1
+            wait(pause_after(outages, error), stop)
+    return 0
+
+
+def _summary(spec: BatchSpec, session: Session) -> None:
+    batch = report.find(spec.batch, session.ledger)
+    files = ", ".join(_near(file) for file in report.published(batch, session.folders))
+    display.say(f"{spec.batch}: {batch.counts.done} done, {batch.counts.failed} failed: {files}")
+    if batch.counts.failed:
+        display.say(f"`producer failed {spec.batch}` says why")
+
+
+def _write_rows(rows: Iterator[bytes], output: Path | None) -> int:
+    if output is None:
+        return sum(bool(sys.stdout.buffer.write(_obeyed_by_nobody(row))) for row in rows)
+    partial = output.with_name(f".{output.name}.{os.getpid()}.part")
+    try:
+        with partial.open("wb") as stream:
+            count = sum(bool(stream.write(row)) for row in rows)
+        paths.publish(partial, output)
+    finally:
+        partial.unlink(missing_ok=True)
+    return count
+
+
+def _obeyed_by_nobody(row: bytes) -> bytes:
+    """JSON escapes most control characters, but not all that a terminal obeys."""
+    if not sys.stdout.isatty():
+        return row
+    return display.safe(row.decode("utf-8", "replace").rstrip("\n")).encode() + b"\n"
+
+
+def _codes(given: list[str] | None) -> set[ErrorCode] | None:
+    for code in given or ():
+        if code not in set(ErrorCode):
+            raise UsageError(f"no error code '{code}'{nearest(code, list(ErrorCode))}: one of {', '.join(ErrorCode)}")
+    return {ErrorCode(code) for code in given} if given else None
+
+
+def _near(file: Path) -> str:
+    """`file` as a person in this folder would write it."""
+    with contextlib.suppress(ValueError):
+        return str(file.relative_to(Path.cwd()))
+    return str(file)
+
+
+@contextlib.contextmanager
+def _errors(debug: bool) -> Iterator[None]:
+    """Turn our errors into one line on stderr and an exit code; anything else is a bug and shows its traceback."""
+    try:
+        yield
+    except BrokenPipeError:
+        # The reader had enough. Python would complain once more when it flushes stdout at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    except (DllmError, RedisError, OSError) as error:
+        if debug:
+            raise
+        display.say(f"error: {error}")
+        raise typer.Exit(2 if isinstance(error, UsageError) else 1) from None

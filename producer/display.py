@@ -1,0 +1,166 @@
+"""What a person sees: tables, progress bars and text made safe for a terminal. Data comes from `producer.report`.
+
+Rich on a terminal, plain aligned text where the output is piped. Progress goes to stderr: stdout belongs to results.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from contract.jobs import REMEDIES, ErrorCode, ErrorRow
+from producer.report import BatchReport, SystemReport
+
+LONGEST_CELL = 60
+
+
+def safe(text: str) -> str:
+    """`text` in one line without anything a terminal would obey: control and invisible characters are spelled out."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def short(text: str, length: int = LONGEST_CELL) -> str:
+    """`text` made safe and cut to `length`."""
+    cut = safe(text[: length + 1])
+    return cut if len(cut) <= length else f"{cut[: length - 1]}…"
+
+
+def say(text: str) -> None:
+    """A line for the person, on stderr."""
+    print(safe(text), file=sys.stderr, flush=True)  # noqa: T201
+
+
+def answer(text: str) -> None:
+    """A line of the result, on stdout."""
+    print(text, flush=True)  # noqa: T201
+
+
+def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """A table on stdout; cells must be safe already."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    console = Console()
+    if not console.is_terminal:
+        answer(_aligned([list(headers), *cells]))
+        return
+    drawn = Table(*headers, box=None, pad_edge=False, header_style="bold")
+    for row in cells:
+        drawn.add_row(*(Text(cell) for cell in row))
+    console.print(drawn)
+
+
+def _aligned(rows: list[list[str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join(lines)
+
+
+def duration(seconds: float | None) -> str:
+    """`1h 05m`, `3m 20s`, `4.2s`; `-` when unknown."""
+    if seconds is None:
+        return "-"
+    if seconds < 60:
+        return f"{seconds:.1f}s"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60}h {minutes % 60:02}m" if minutes >= 60 else f"{seconds // 60:.0f}m {seconds % 60:02.0f}s"
+
+
+def system(report: SystemReport) -> None:
+    """Batches, queues and workers at a glance."""
+    if report.batches:
+        table(
+            ("BATCH", "STATE", "DONE", "FAILED", "TOTAL", "ROWS/S", "LEFT", "MODEL", "FILE"),
+            [_batch_row(batch) for batch in report.batches],
+        )
+    else:
+        answer("no batches yet: put a .txt or .jsonl file into batch_inputs/ or run `producer submit FILE`")
+    answer("")
+    table(("QUEUE", "PRIORITY", "WAITING"), [(safe(row.model), row.priority, row.waiting) for row in report.queues])
+    answer("")
+    if not report.workers:
+        answer("no workers: start one with `worker run`")
+        return
+    table(
+        ("WORKER", "STATE", "HEARTBEAT", "QUEUES"),
+        [
+            (safe(worker.name), worker.state, f"{duration(worker.heartbeat_age_s)} ago", " ".join(worker.queues))
+            for worker in report.workers
+        ],
+    )
+
+
+def _batch_row(batch: BatchReport) -> tuple[object, ...]:
+    total = batch.submitted if batch.total is None else batch.total
+    return (
+        batch.batch,
+        batch.state,
+        batch.done,
+        batch.failed,
+        f"{total}+" if batch.total is None else total,
+        f"{batch.rate:.2f}",
+        "-" if batch.finished_at else duration(batch.eta_s),
+        short(batch.model, 24),
+        short(batch.source, 32),
+    )
+
+
+def batch(report: BatchReport) -> None:
+    """One batch, a line a fact."""
+    total = "still reading" if report.total is None else report.total
+    facts: list[tuple[str, object]] = [
+        ("batch", report.batch),
+        ("file", safe(report.source)),
+        ("model", safe(report.model)),
+        ("priority", report.priority),
+        ("state", report.state),
+        ("total", total),
+        ("submitted", report.submitted),
+        ("done", report.done),
+        ("failed", report.failed),
+        ("rows/s", f"{report.rate:.2f}"),
+        ("elapsed", duration(report.elapsed_s)),
+        ("left", "-" if report.finished_at else duration(report.eta_s)),
+        *(("output", safe(file)) for file in report.files),
+    ]
+    answer("\n".join(f"{name:<10} {value}" for name, value in facts))
+
+
+def failures(rows: Sequence[ErrorRow]) -> None:
+    """Failed rows, and for each code among them what to do."""
+    table(
+        ("ROW", "ID", "CODE", "ATTEMPTS", "MESSAGE", "PROMPT"),
+        [
+            (row.index, short(row.id, 24), row.error.code, row.error.attempts, safe(row.error.message), _prompt(row))
+            for row in rows
+        ],
+    )
+    answer("")
+    for code in sorted({row.error.code for row in rows}):
+        answer(f"{code}: {REMEDIES[ErrorCode(code)]}")
+
+
+def _prompt(row: ErrorRow) -> str:
+    if isinstance(row.prompt, list):
+        return short(row.prompt[-1].get("content", "")) if row.prompt else ""
+    return short(row.prompt or "")
+
+
+def reading_bar() -> Progress:
+    """Progress through a source file: bytes make the bar, rows and their rate stand beside it."""
+    return _bar(BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TextColumn("{task.fields[rows]}"))
+
+
+def waiting_bar() -> Progress:
+    """Progress of batches: rows done and failed."""
+    return _bar(BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[failed]} failed"), TimeRemainingColumn())
+
+
+def _bar(*columns: Any) -> Progress:
+    console = Console(stderr=True)
+    spinner = SpinnerColumn(), TextColumn("{task.description}", markup=False)
+    return Progress(*spinner, *columns, console=console, transient=True, disable=not console.is_terminal)

@@ -1,0 +1,185 @@
+"""How batches stand and what came of them: the data behind `status`, `results` and `failed`.
+
+Reads the ledger, the queues and the output folders, changes nothing and prints nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from contract import queues, segments
+from contract.errors import UsageError, nearest
+from contract.jobs import Priority
+from contract.ledger import Batch, BatchState, Ledger, Mark
+from contract.paths import Folders
+
+KNOWN = 1_000
+"""Batches among which the nearest to a mistyped id is sought."""
+OFFSET_BITS = 44
+"""Where a row lies: `segment number << 44 | byte offset`."""
+
+
+class BatchReport(BaseModel):
+    """One batch, for people and scripts. Times in seconds, `rate` in done rows a second since the batch began."""
+
+    model_config = ConfigDict(frozen=True)
+
+    batch: str
+    source: str
+    model: str
+    priority: Priority
+    state: BatchState
+    total: int | None
+    submitted: int
+    done: int
+    failed: int
+    created_at: float
+    finished_at: float | None
+    elapsed_s: float
+    rate: float
+    eta_s: float | None
+    files: list[str]
+
+
+class QueueReport(BaseModel):
+    """Prompts of one model and priority that wait in Redis."""
+
+    model_config = ConfigDict(frozen=True)
+
+    model: str
+    priority: Priority
+    waiting: int
+
+
+class WorkerReport(BaseModel):
+    """A living worker; `heartbeat_age_s` is how long ago it gave a sign."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    state: str
+    queues: list[str]
+    heartbeat_age_s: float | None
+
+
+class SystemReport(BaseModel):
+    """Everything at a glance, the newest batch first."""
+
+    model_config = ConfigDict(frozen=True)
+
+    batches: list[BatchReport]
+    queues: list[QueueReport]
+    workers: list[WorkerReport]
+
+
+def find(batch: str, ledger: Ledger) -> Batch:
+    """The batch of that id. Raises UsageError naming the nearest known one."""
+    found = ledger.get(batch)
+    if found is None:
+        raise UsageError(f"no batch '{batch}'{_nearest(batch, ledger)}: `producer status` lists them")
+    return found
+
+
+def _nearest(batch: str, ledger: Ledger) -> str:
+    """The hint for a mistyped id, or for one of which only the file's name was remembered."""
+    known = [other.spec.batch for other in ledger.newest(KNOWN)]
+    if hint := nearest(batch, known):
+        return hint
+    stems = {name.rsplit("-", 1)[0]: name for name in reversed(known)}
+    hint = nearest(batch, stems)
+    return next((hint.replace(f"'{stem}'", f"'{name}'") for stem, name in stems.items() if f"'{stem}'" in hint), "")
+
+
+def system(ledger: Ledger, folders: Folders, model: str, count: int = 100) -> SystemReport:
+    """The newest `count` batches, the queues of their models and of `model`, and all workers."""
+    batches = ledger.newest(count)
+    models = sorted({model, *(batch.spec.model for batch in batches if batch.state is not BatchState.DONE)})
+    return SystemReport(
+        batches=[batch_report(batch, folders) for batch in batches],
+        queues=[
+            QueueReport(model=name, priority=priority, waiting=waiting)
+            for name in models
+            for priority, waiting in queues.depths(ledger.redis, name).items()
+        ],
+        workers=[_worker(info) for info in queues.workers(ledger.redis)],
+    )
+
+
+def batch_report(batch: Batch, folders: Folders) -> BatchReport:
+    """How one batch stands now."""
+    spec, counts = batch.spec, batch.counts
+    elapsed = max((batch.finished_at or time.time()) - spec.created_at, 1e-3)
+    rate = counts.done / elapsed
+    left = None if counts.total is None else counts.total - counts.ended
+    return BatchReport(
+        batch=spec.batch,
+        source=spec.source,
+        model=spec.model,
+        priority=spec.priority,
+        state=batch.state,
+        total=counts.total,
+        submitted=counts.submitted,
+        done=counts.done,
+        failed=counts.failed,
+        created_at=spec.created_at,
+        finished_at=batch.finished_at,
+        elapsed_s=round(elapsed, 3),
+        rate=round(rate, 3),
+        eta_s=round(left / rate, 1) if left is not None and rate > 0 else None,
+        files=[str(path) for path in published(batch, folders)],
+    )
+
+
+def published(batch: Batch, folders: Folders) -> list[Path]:
+    """The batch's published files, its outputs first; none before it is done."""
+    if batch.state is not BatchState.DONE:
+        return []
+    names = [f"{batch.spec.output}{end}" for end in (".jsonl", ".txt", ".errors.jsonl")]
+    return [folders.outputs / name for name in names if (folders.outputs / name).exists()]
+
+
+def outputs(batch: Batch, ledger: Ledger, folders: Folders) -> Iterator[bytes]:
+    """The output rows as lines in input order: the published ones, or what is done so far."""
+    if batch.state is not BatchState.DONE:
+        yield from _outputs_so_far(batch, ledger, folders)
+        return
+    file = folders.outputs / f"{batch.spec.output}.jsonl"
+    if not file.exists():
+        raise UsageError(f"{file} is not there any more: it was moved or deleted after the batch was published")
+    with file.open("rb") as stream:
+        yield from stream
+
+
+def _outputs_so_far(batch: Batch, ledger: Ledger, folders: Folders) -> Iterator[bytes]:
+    """Rows marked done, from the segments; eight bytes of memory a row."""
+    done = ledger.bitmap(batch.spec.batch, Mark.DONE)
+    files = segments.files(folders.segments / batch.spec.batch)
+    places = _places(files, len(done) * 8)
+    for index, place in enumerate(places):
+        if place >= 0 and done[index >> 3] >> (7 - (index & 7)) & 1:
+            with files[place >> OFFSET_BITS].open("rb") as stream:
+                stream.seek(place & ((1 << OFFSET_BITS) - 1))
+                row = json.loads(stream.readline())
+            del row["index"]
+            yield json.dumps(row, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+
+
+def _places(files: Sequence[Path], count: int) -> array[int]:
+    """Where the first output of each index lies, or -1."""
+    places = array("q", [-1]) * count
+    for number, file in enumerate(files):
+        for row in segments.rows(file):
+            if row.kind is Mark.DONE and row.index < count and places[row.index] < 0:
+                places[row.index] = number << OFFSET_BITS | row.offset
+    return places
+
+
+def _worker(info: queues.WorkerInfo) -> WorkerReport:
+    age = None if info.last_heartbeat is None else round(max(0.0, time.time() - info.last_heartbeat), 1)
+    return WorkerReport(name=info.name, state=info.state, queues=list(info.queues), heartbeat_age_s=age)
