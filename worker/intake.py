@@ -42,7 +42,7 @@ from pydantic import ValidationError
 from redis import Redis
 from redis.client import Pipeline
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import OutOfMemoryError, ReadOnlyError, ResponseError
+from redis.exceptions import NoScriptError, OutOfMemoryError, ReadOnlyError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from rq import Queue
 from rq.executions import Execution, ExecutionRegistry
@@ -64,8 +64,7 @@ QUARANTINE = 3
 """Starts that never ended after which a prompt is not started again."""
 POLL_S = 0.05
 REPAIR_CHUNK = 1_000
-OUTAGES = (RedisConnectionError, RedisTimeoutError, ReadOnlyError, OutOfMemoryError)
-"""The server is away or takes no writes for now: what was asked of it is asked again later."""
+AWAY = (RedisConnectionError, RedisTimeoutError, ReadOnlyError, OutOfMemoryError, NoScriptError)
 
 
 @dataclass(frozen=True)
@@ -115,15 +114,14 @@ class Rejected:
 
     def error_row(self, worker: str) -> ErrorRow:
         """The row to write before `fail`; line 0 and the index for an id where the job did not tell."""
-        line, prompt = self.payload.get("line"), self.payload.get("prompt")
-        return ErrorRow(
-            index=self.index,
-            id=str(self.payload.get("id", self.index)),
-            line=line if isinstance(line, int) else 0,
-            prompt=prompt if isinstance(prompt, str) else None,
-            error=ErrorDetail(code=ErrorCode(self.error.code), message=str(self.error), attempts=self.attempts),
-            worker=worker,
-        )
+        detail = ErrorDetail(code=ErrorCode(self.error.code), message=str(self.error), attempts=self.attempts)
+        told = {key: self.payload[key] for key in ("id", "line", "prompt") if key in self.payload}
+        told.setdefault("prompt", self.payload.get("messages"))
+        blank = {"index": self.index, "id": str(self.index), "line": 0, "prompt": None}
+        try:
+            return ErrorRow.model_validate({**blank, **told, "error": detail, "worker": worker})
+        except ValidationError:
+            return ErrorRow.model_validate({**blank, "error": detail, "worker": worker})
 
 
 Held = Taken | Rejected
@@ -193,7 +191,6 @@ class Intake:
 
     def __enter__(self) -> Intake:
         self._claim_name()
-        self._worker.register_birth()
         self._beat()
         for name, action, interval in (
             ("heartbeat", self._beat, self._settings.lease_s / 3),
@@ -213,7 +210,7 @@ class Intake:
             thread.join(timeout=self._settings.lease_s)
         self._flush()
         self._put_back(self._all_held(), started_counts=error is not None and isinstance(error, Exception))
-        with contextlib.suppress(*OUTAGES):
+        with contextlib.suppress(RedisError):
             self._worker.register_death()
 
     def _claim_name(self) -> None:
@@ -246,12 +243,12 @@ class Intake:
             try:
                 action()
                 failures = 0
-            except OUTAGES as error:
+            except Exception as error:  # noqa: BLE001 - leases must live on whatever maintenance runs into
                 failures += 1
-                self._log.warning("Redis is away; trying again", reason=str(error))
-            except Exception:  # noqa: BLE001 - leases must live on whatever maintenance runs into
-                failures += 1
-                self._log.exception("unexpected error; going on")
+                if _is_outage(error):
+                    self._log.warning("Redis is away; trying again", reason=str(error))
+                else:
+                    self._log.exception("unexpected error; going on")
             if self._stopping.wait(min(interval, 0.1 * 2 ** min(failures, 10)) if failures else interval):
                 return
 
@@ -284,7 +281,9 @@ class Intake:
                     pipe.llen(lane.intermediate)
                     pipe.zcard(lane.scheduled)
                 return not any(pipe.execute())
-        except OUTAGES:
+        except RedisError as error:
+            if not _is_outage(error):
+                raise
             return False
 
     def rejected(self) -> list[Rejected]:
@@ -320,7 +319,9 @@ class Intake:
         fixed = [room, self._settings.lease_s, self.name, self._worker.executions_key, utcformat(now())]
         try:
             found = self._take_script(keys=keys, args=[*fixed, *patterns, *(uuid4().hex for _ in range(room))])
-        except OUTAGES as error:
+        except RedisError as error:
+            if not _is_outage(error):
+                raise
             self._log.warning("Redis is away; nothing taken", reason=str(error))
             return []
         rows, over = [], []
@@ -466,7 +467,9 @@ class Intake:
         self._let_go(rows)  # first, or a heartbeat in between would take an ended lease for a lost one
         try:
             kept = self._transact(rows, commands)
-        except OUTAGES as error:
+        except RedisError as error:
+            if not _is_outage(error):
+                raise
             self._log.warning("Redis is away; ended rows will be recorded later", rows=len(rows), reason=str(error))
             self._hold(rows)
             self._postponed.append((rows, commands))
@@ -577,6 +580,11 @@ class Intake:
 
 
 _Commands = Callable[[Pipeline, Held], None]
+
+
+def _is_outage(error: Exception) -> bool:
+    """The server is away or takes no writes for now (its disk is full, say): what was asked is asked again later."""
+    return isinstance(error, AWAY) or (isinstance(error, ResponseError) and "MISCONF" in str(error))
 
 
 def _validated(payload: dict[str, Any], job_id: str) -> PromptJob:

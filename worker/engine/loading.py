@@ -36,14 +36,16 @@ class Loaded:
         return sum(tensor.numel() for tensor in self.decoder.tensors())
 
 
-def load(folder: Path, device: str = "auto", dtype: str = "auto") -> Loaded:
-    """Load the checkpoint in `folder`.
+def load(folder: Path, device: str = "auto", dtype: str = "auto", threads: int = 0) -> Loaded:
+    """Load the checkpoint in `folder`; `threads` of the CPU are set for the process, 0 leaves torch's choice.
 
     Raises ModelLoadError naming what is missing, unexpected or wrongly shaped, or why the device cannot be used.
     """
     spec = model_spec(read_config(folder))
     target = choose_device(device)
     wanted = choose_dtype(dtype, target)
+    if threads:
+        torch.set_num_threads(threads)
     with ExitStack() as stack:
         fetch = _open_weights(folder, spec, stack)
         decoder = Decoder(spec.decoder, lambda name: fetch(name).to(target, wanted))

@@ -1,0 +1,53 @@
+"""What `worker check` looks at. Each check returns a line of facts, or raises an error that says what to do."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Callable
+from importlib.metadata import version
+
+from contract import server
+from contract.errors import DllmError
+from contract.settings import WorkerSettings
+from worker.model import open_model
+
+
+def environment(config: WorkerSettings) -> str:
+    """Python and library versions."""
+    libraries = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "redis", "rq"))
+    return f"Python {platform.python_version()}, {libraries}, {os.cpu_count()} CPU cores"
+
+
+def folders(config: WorkerSettings) -> str:
+    """Folders exist and can be written."""
+    made = config.folders.create()
+    for folder in (made.inputs, made.segments, made.processed, made.logs):
+        if not os.access(folder, os.W_OK):
+            raise DllmError(f"{folder} cannot be written: change its owner or choose another --root")
+    free = shutil.disk_usage(made.root).free >> 30
+    return f"{made.root}, {free} GB free"
+
+
+def redis(config: WorkerSettings) -> str:
+    """A server answers, and does not evict keys."""
+    connection = server.open_redis(config)
+    info = connection.info("server")
+    return f"version {info.get('valkey_version') or info['redis_version']}"
+
+
+def model(config: WorkerSettings) -> str:
+    """The checkpoint loads, and so many rows fit into memory."""
+    opened = open_model(config)
+    facts = ", ".join(f"{name} {value}" for name, value in opened.describe().items())
+    per_row = opened.engine.runner.slots.bytes_per_position * opened.loaded.spec.decoder.max_positions
+    return f"{facts}; up to {per_row / (1 << 20):.0f} MB of keys and values per row at full context"
+
+
+CHECKS: dict[str, Callable[[WorkerSettings], str]] = {
+    "environment": environment,
+    "folders": folders,
+    "redis": redis,
+    "model": model,
+}

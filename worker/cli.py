@@ -1,0 +1,198 @@
+"""The `worker` command: run, generate, check. The last stage of a prompt's life starts here."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from contract import logs, settings
+from contract.errors import DllmError, UsageError
+from contract.sampling import parse_params
+from contract.settings import WorkerSettings
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+err = Console(stderr=True)
+
+Root = Annotated[Path | None, typer.Option(help="Folder under which all others lie.")]
+RedisUrl = Annotated[str | None, typer.Option(help="Redis address; without it the local server is used.")]
+ModelName = Annotated[str | None, typer.Option(help="A name under models/, or a checkpoint folder.")]
+Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+Dtype = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")]
+
+
+def main() -> None:
+    """Entry point: our errors become one line on stderr and an exit code (1 failed, 2 wrong usage)."""
+    try:
+        app()
+    except DllmError as error:
+        err.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
+
+
+@app.command()
+def run(
+    root: Root = None,
+    redis_url: RedisUrl = None,
+    model: ModelName = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    max_rows: Annotated[int | None, typer.Option(help="Prompts denoised together.")] = None,
+    name: Annotated[str | None, typer.Option(help="Worker name; default: host and process id.")] = None,
+    burst: Annotated[bool, typer.Option(help="Stop when no work is left.")] = False,
+) -> None:
+    """Take prompts from the queue and denoise them until told to stop.
+
+    Example: worker run --model demo --max-rows 32
+    """
+    flags = {"root": root, "redis_url": redis_url, "model": model, "device": device, "dtype": dtype}
+    config = settings.read(WorkerSettings, flags | {"max_rows": max_rows, "name": name})
+    worker = config.name or f"{socket.gethostname().split('.')[0]}-{os.getpid()}"
+    logs.set_up(config.folders.create().logs, f"worker-{worker}", config.log_level, config.log_max_mb)
+    _work(config, worker, burst)
+
+
+def _work(config: WorkerSettings, worker: str, burst: bool) -> None:
+    # Imported here: torch and transformers take seconds, and `worker --help` should not.
+    from contract.ledger import Ledger
+    from contract.server import open_redis
+    from worker.intake import Intake
+    from worker.loop import Loop
+    from worker.model import open_model
+    from worker.outputs import Outputs
+
+    log = logs.get(worker=worker, model=config.queue_model)
+    redis = open_redis(config)
+    ledger = Ledger(redis)
+    started = time.perf_counter()
+    model = open_model(config)
+    log.info("model_loaded", seconds=round(time.perf_counter() - started, 2), **model.describe())
+    outputs = Outputs(config.folders, ledger, worker)
+    with Intake(redis, ledger, config, worker) as intake:
+        loop = Loop(intake, model, outputs, worker, config.grace_s, log, config.log_prompts)
+        with _signals(loop.stop):
+            loop.run(burst)
+
+
+@contextmanager
+def _signals(stop: Any) -> Iterator[None]:
+    """SIGTERM and SIGINT ask the loop to stop: the first with grace, the second at once."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        stop()
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The prompt.")],
+    root: Root = None,
+    model: ModelName = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None,
+    denoise_steps: Annotated[int | None, typer.Option(help="Steps over the whole answer (rule fixed_steps).")] = None,
+    rule: Annotated[str | None, typer.Option(help="fixed_steps, threshold, left_to_right or entropy_bound.")] = None,
+    threshold: Annotated[float | None, typer.Option(help="Confidence at which a token is accepted.")] = None,
+    entropy_bound: Annotated[float | None, typer.Option(help="Bound of rule entropy_bound.")] = None,
+    block_length: Annotated[int | None, typer.Option(help="Positions denoised together.")] = None,
+    cache: Annotated[str | None, typer.Option(help="none or prefix (bidirectional models).")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Nucleus sampling.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample among the k likeliest; 0 is off.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+    output_file: Annotated[Path | None, typer.Option(help="Write the answer here instead of stdout.")] = None,
+) -> None:
+    """Answer one prompt without a queue.
+
+    Example: worker generate "What is the capital of France?" --max-new-tokens 64 --denoise-steps 20
+    """
+    params = parse_params(
+        {
+            "max_new_tokens": max_new_tokens,
+            "denoise_steps": denoise_steps,
+            "rule": rule,
+            "threshold": threshold,
+            "entropy_bound": entropy_bound,
+            "block_length": block_length,
+            "cache": cache,
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "seed": seed,
+        }
+    )
+    flags = {"root": root, "model": model, "device": device, "dtype": dtype, "max_rows": 1}
+    config = settings.read(WorkerSettings, flags)
+    from worker.model import open_model
+
+    opened = open_model(config)
+    opened.engine.add(opened.request("generate", prompt, None, params))
+    finished = None
+    while finished is None:
+        finished = next(iter(opened.engine.step()), None)
+    if finished.error is not None:
+        raise finished.error
+    _deliver(opened.tokenizer.decode(finished.token_ids), output_file)
+    tokens = len(finished.token_ids)
+    err.print(
+        f"{tokens} tokens in {finished.seconds:.2f} s ({tokens / finished.seconds:.1f} tokens/s), {finished.steps} "
+        f"denoise steps, {finished.tokens_per_forward:.2f} tokens per forward",
+        highlight=False,
+    )
+
+
+def _deliver(text: str, output_file: Path | None) -> None:
+    if output_file is None:
+        sys.stdout.write(text + "\n")
+        return
+    try:
+        output_file.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {output_file}: {error.strerror}") from None
+
+
+@app.command()
+def check(
+    root: Root = None,
+    redis_url: RedisUrl = None,
+    model: ModelName = None,
+    device: Device = None,
+    dtype: Dtype = None,
+) -> None:
+    """Say, line by line, whether this machine can work: environment, folders, Redis, model, memory.
+
+    Example: worker check --model demo
+    """
+    flags = {"root": root, "redis_url": redis_url, "model": model, "device": device, "dtype": dtype}
+    config = settings.read(WorkerSettings, flags)
+    from worker.checks import CHECKS
+
+    failed = 0
+    for title, examine in CHECKS.items():
+        try:
+            typer.echo(f"ok    {title}: {examine(config)}")
+        except (DllmError, OSError) as error:
+            failed += 1
+            typer.echo(f"FAIL  {title}: {error}")
+    if failed:
+        raise typer.Exit(1)
+
+
+__all__ = ["app", "main"]

@@ -1,0 +1,88 @@
+"""The loaded model as the rest of the worker uses it: engine, tokenizer, and rows made of what the engine returns."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from contract.errors import ModelLoadError
+from contract.jobs import Message
+from contract.paths import Folders
+from contract.sampling import SamplingParams
+from contract.settings import WorkerSettings
+from worker.engine import Engine, Finished, Loaded, Request, load
+from worker.tokenizing import Tokenizer
+
+
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint ready to answer prompts."""
+
+    name: str
+    engine: Engine
+    tokenizer: Tokenizer
+    loaded: Loaded
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for logs and checks."""
+        spec, decoder = self.loaded.spec, self.loaded.decoder
+        return {
+            "family": spec.family,
+            "parameters": self.loaded.parameters,
+            "device": str(decoder.device),
+            "dtype": str(decoder.dtype).removeprefix("torch."),
+            "context": spec.decoder.max_positions,
+            "mask_id": spec.mask_id,
+            "stop_ids": sorted(spec.stop_ids),
+        }
+
+    def request(
+        self, name: str, prompt: str | None, messages: tuple[Message, ...] | None, params: SamplingParams
+    ) -> Request:
+        """The engine's view of a prompt. Raises BadPrompt when it cannot be tokenised.
+
+        A row that samples without a seed gets one from its name, so that running it again gives the same text.
+        """
+        if params.seed is None:
+            params = params.model_copy(update={"seed": zlib.crc32(name.encode())})
+        return Request(name, self.tokenizer.encode(prompt, messages), params)
+
+
+def model_folder(folders: Folders, model: str) -> Path:
+    """`models/NAME` under the root when that exists, else `model` as a path."""
+    for folder in (folders.models / model, Path(model)):
+        if folder.is_dir():
+            return folder
+    hint = " (`make demo` builds it)" if model == "demo" else ""
+    raise ModelLoadError(f"no model '{model}': neither {folders.models / model} nor {model} is a folder{hint}")
+
+
+def open_model(settings: WorkerSettings) -> Model:
+    """Load the model that the settings name. Raises ModelLoadError saying what does not fit."""
+    folder = model_folder(settings.folders, settings.model)
+    loaded = load(folder, settings.device, settings.dtype, settings.threads)
+    tokenizer = Tokenizer(folder, loaded.spec.decoder.vocab_size, settings.prompt_format)
+    engine = Engine(loaded.spec, loaded.decoder, settings.max_rows, settings.max_step_tokens)
+    return Model(settings.queue_model, engine, tokenizer, loaded)
+
+
+def applied_params(finished: Finished) -> dict[str, Any]:
+    """The sampling parameters as they were applied, for the output row: what to send to get the same text again."""
+    plan = finished.plan
+    by_rule: dict[str, Any] = {
+        "fixed_steps": {"denoise_steps": plan.denoise_steps},
+        "entropy_bound": {"entropy_bound": plan.number},
+    }.get(plan.rule, {"threshold": plan.number})
+    return {
+        "max_new_tokens": plan.max_new_tokens,
+        "rule": plan.rule,
+        **by_rule,
+        "block_length": plan.block_length,
+        "cache": plan.cache,
+        "temperature": plan.temperature,
+        "top_p": plan.top_p,
+        "top_k": plan.top_k,
+        "seed": plan.seed,
+    }

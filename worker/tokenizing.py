@@ -1,0 +1,62 @@
+"""Text <-> token ids, with the model's own tokenizer and chat template. The engine never sees text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from contract.errors import BadPrompt, ModelLoadError
+from contract.jobs import Message
+
+PromptFormat = Literal["chat", "raw"]
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer.
+
+    A `prompt` becomes one user turn when the model has a chat template and `prompt_format` is `chat`; `messages`
+    always go through the template.
+    """
+
+    def __init__(self, folder: Path, vocab_size: int, prompt_format: PromptFormat = "chat") -> None:
+        # Imported here: transformers takes seconds to import, and `worker --help` should not.
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        except (OSError, ValueError) as error:
+            raise ModelLoadError(f"{folder}: no usable tokenizer: {' '.join(str(error).split())}") from None
+        if len(self._tokenizer) > vocab_size:
+            raise ModelLoadError(
+                f"{folder}: the tokenizer knows {len(self._tokenizer)} tokens, the model only {vocab_size}; "
+                "they do not belong together"
+            )
+        self._wrap = prompt_format == "chat" and self._tokenizer.chat_template is not None
+
+    def encode(self, prompt: str | None, messages: Sequence[Message] | None) -> tuple[int, ...]:
+        """Token ids of a plain prompt or a conversation, ready to be answered.
+
+        Raises BadPrompt: `empty_prompt` or `bad_row`.
+        """
+        if messages is not None:
+            return self._conversation([message.model_dump() for message in messages])
+        if prompt is None or not prompt.strip():
+            raise BadPrompt("empty_prompt", "the prompt is empty")
+        if self._wrap:
+            return self._conversation([{"role": "user", "content": prompt}])
+        return tuple(self._tokenizer(prompt)["input_ids"])
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of an answer, special tokens left out."""
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return text
+
+    def _conversation(self, turns: list[dict[str, str]]) -> tuple[int, ...]:
+        if self._tokenizer.chat_template is None:
+            raise BadPrompt("bad_row", "this model has no chat template: give the row a 'prompt' instead of 'messages'")
+        if not turns:
+            raise BadPrompt("empty_prompt", "the conversation has no messages")
+        # The template writes its own special tokens; adding them again would double the first one.
+        text = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
