@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # A CUDA build of torch that is installed already is used as it is; otherwise the pinned one goes into the venv.
 HAVE_CUDA := $(shell $(PYTHON) -c "import torch; print(int(torch.cuda.is_available()))" 2>/dev/null || echo 0)
 
-.PHONY: install demo test lint types bench clean
+.PHONY: install demo test lint types clean
 
 install: $(VENV)/installed
 

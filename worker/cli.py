@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -57,31 +55,27 @@ def run(
     """
     flags = {"root": root, "redis_url": redis_url, "model": model, "device": device, "dtype": dtype}
     config = settings.read(WorkerSettings, flags | {"max_rows": max_rows, "name": name})
-    worker = config.name or f"{socket.gethostname().split('.')[0]}-{os.getpid()}"
-    logs.set_up(config.folders.create().logs, f"worker-{worker}", config.log_level, config.log_max_mb)
-    _work(config, worker, burst)
-
-
-def _work(config: WorkerSettings, worker: str, burst: bool) -> None:
     # Imported here: torch and transformers take seconds, and `worker --help` should not.
     from contract.ledger import Ledger
     from contract.server import open_redis
-    from worker.intake import Intake
+    from worker.intake import Intake, worker_name
     from worker.loop import Loop
     from worker.model import open_model
     from worker.outputs import Outputs
 
-    log = logs.get(worker=worker, model=config.queue_model)
+    worker = worker_name(config)
+    logs.set_up(config.folders.create().logs, f"worker-{worker}", config.log_level, config.log_max_mb)
+    log = logs.get(worker=worker)
     redis = open_redis(config)
     ledger = Ledger(redis)
     started = time.perf_counter()
-    model = open_model(config)
-    log.info("model_loaded", seconds=round(time.perf_counter() - started, 2), **model.describe())
-    outputs = Outputs(config.folders, ledger, worker)
-    with Intake(redis, ledger, config, worker) as intake:
-        loop = Loop(intake, model, outputs, worker, config.grace_s, log, config.log_prompts)
+    opened = open_model(config)
+    log.info("model_loaded", seconds=round(time.perf_counter() - started, 2), **opened.describe())
+    with Outputs(config.folders, ledger, worker) as outputs, Intake(redis, ledger, config) as intake:
+        loop = Loop(intake, opened, outputs, config.grace_s, log, config.log_prompts)
         with _signals(loop.stop):
             loop.run(burst)
+    log.info("worker_stopped")
 
 
 @contextmanager
@@ -193,6 +187,3 @@ def check(
             typer.echo(f"FAIL  {title}: {error}")
     if failed:
         raise typer.Exit(1)
-
-
-__all__ = ["app", "main"]

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import structlog
-from redis.exceptions import RedisError
 
 from contract.errors import PromptError, PromptFailure
-from contract.jobs import Completion, ErrorDetail, ErrorRow, Row, Usage
+from contract.jobs import Completion, ErrorCode, ErrorDetail, ErrorRow, Row, Usage
 from worker.engine import Finished
 from worker.intake import Intake, Rejected, Taken
 from worker.model import Model, applied_params
@@ -23,10 +23,10 @@ from worker.outputs import Outputs
 from worker.throughput import MicroBatch
 
 IDLE_WAIT_S = 0.5
-TROUBLE_WAIT_S = 0.2
+DISK_WAIT_S = 0.5
 
 
-@dataclass
+@dataclass(frozen=True)
 class Running:
     """A prompt in the engine."""
 
@@ -36,11 +36,11 @@ class Running:
 
 @dataclass(frozen=True)
 class Ended:
-    """A prompt whose outcome is known but not yet settled with the queue."""
+    """A prompt whose row is known but not on the disk yet; `error` for those that have no answer."""
 
     taken: Taken | Rejected
     row: Row
-    error: PromptError | None
+    error: PromptError | None = None
 
 
 @dataclass
@@ -50,21 +50,21 @@ class Loop:
     intake: Intake
     model: Model
     outputs: Outputs
-    worker: str
-    max_attempts: int
     grace_s: float
     log: structlog.stdlib.BoundLogger
     log_prompts: bool = False
     running: dict[str, Running] = field(default_factory=dict)
+    apart: deque[list[Taken]] = field(default_factory=deque)
+    """Groups of a failed step, each to run without the others until the culprit is alone."""
     unwritten: list[Ended] = field(default_factory=list)
-    unsettled: list[Ended] = field(default_factory=list)
-    stop_requested: threading.Event = field(default_factory=threading.Event)
-    stop_now: threading.Event = field(default_factory=threading.Event)
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _stop_now: threading.Event = field(default_factory=threading.Event)
+    _micro_batch: MicroBatch | None = None
     _micro_batches: int = 0
 
     def run(self, burst: bool = False) -> None:
         """Work until stopped; whatever has not ended by then is given back to the front of its queue."""
-        while not self.stop_requested.is_set():
+        while not self._stop.is_set():
             self.take()
             self.step()
             self.settle()
@@ -72,6 +72,185 @@ class Loop:
                 break
         self.wind_down()
 
+    def stop(self) -> None:
+        """Ask for the end: the first call leaves `grace_s` to finish in, the second gives everything back at once."""
+        (self._stop_now if self._stop.is_set() else self._stop).set()
+
     def idle(self) -> bool:
-        """Nothing is running and nothing waits to be settled."""
-        return not (self.running or self.unwritten or self.unsettled)
+        """Is nothing here that has not ended and been settled?"""
+        return not (self.running or self.apart or self.unwritten)
+
+    # One turn
+
+    def take(self) -> None:
+        """Fill the engine's room. A disk that takes no rows ends the taking, until it does again."""
+        self._drop_lost()
+        if self.unwritten:
+            if not self.running:
+                self._stop.wait(DISK_WAIT_S)
+        elif self.apart:
+            if not self.running:
+                self._admit(self.apart.popleft())
+        elif room := self.model.engine.room():
+            self._admit(self.intake.take(room, wait_s=0.0 if self.running else IDLE_WAIT_S))
+            for rejected in self.intake.rejected():
+                self._give_up(rejected, rejected.error, rejected.error_row(self.intake.name))
+
+    def step(self) -> None:
+        """One denoise step of all rows."""
+        try:
+            finished = self.model.engine.step()
+        except Exception as error:  # noqa: BLE001 - whatever a step runs into, the worker goes on with the other rows
+            self._part(error)
+            return
+        for result in finished:
+            self._finish(result)
+
+    def settle(self) -> None:
+        """Write the rows that ended, end their jobs, publish the batches that are complete."""
+        if not self.unwritten:
+            return
+        try:
+            self.outputs.write([(ended.taken.batch, ended.row) for ended in self.unwritten])
+        except OSError as error:
+            self.log.error("outputs cannot be written; no more prompts are taken until they can", reason=str(error))
+            return
+        settled, self.unwritten = self.unwritten, []
+        self.intake.finish([ended.taken for ended in settled if isinstance(ended.taken, Taken) and not ended.error])
+        for ended in settled:
+            if ended.error:
+                self.intake.fail(ended.taken, ended.error)
+        self.outputs.sealed_if_complete(ended.taken.batch for ended in settled)
+
+    def wind_down(self) -> None:
+        """Finish what the grace time allows, give back the rest."""
+        deadline = time.monotonic() + self.grace_s
+        while self.running and time.monotonic() < deadline and not self._stop_now.is_set():
+            self.step()
+            self.settle()
+        self.settle()
+        left = [running.taken for running in self.running.values()] + [row for group in self.apart for row in group]
+        for job_id in self.running:
+            self.model.engine.remove(job_id)
+        self.running.clear()
+        self.apart.clear()
+        if left:
+            self.log.info("given back", rows=self.intake.give_back(left))
+
+    # Rows
+
+    def _admit(self, rows: Sequence[Taken]) -> None:
+        for taken in rows:
+            job = taken.job
+            micro_batch = self._open_micro_batch()
+            micro_batch.admit(max(0.0, taken.taken_at - job.submitted_at))
+            self.running[job.job_id] = Running(taken, micro_batch)
+            try:
+                self.model.engine.add(self.model.request(job.job_id, job.prompt, job.messages, job.params))
+            except PromptError as error:
+                self._fail(self.running.pop(job.job_id), error)
+
+    def _finish(self, result: Finished) -> None:
+        running = self.running.pop(str(result.id))
+        if result.error:
+            self._fail(running, result.error)
+            return
+        row = self._completion(running.taken, result)
+        self.unwritten.append(Ended(running.taken, row))
+        if self.log_prompts:
+            self.log.info("answered", batch=running.taken.batch, index=row.index, prompt=row.prompt, output=row.output)
+        self._record(running.micro_batch, result)
+
+    def _fail(self, running: Running, error: PromptError) -> None:
+        """Another attempt if the error and the attempts so far allow it, else an error row."""
+        taken = running.taken
+        if self.intake.will_retry(taken, error):
+            self.intake.retry(taken, error)
+        else:
+            detail = ErrorDetail(code=ErrorCode(error.code), message=str(error), attempts=taken.attempt)
+            job = taken.job
+            prompt = job.shown_prompt()
+            row = ErrorRow(
+                index=job.index, id=job.id, line=job.line, prompt=prompt, error=detail, worker=self.intake.name
+            )
+            self._give_up(taken, error, row)
+        self._record(running.micro_batch, None)
+
+    def _give_up(self, taken: Taken | Rejected, error: PromptError, row: ErrorRow) -> None:
+        self.log.error(
+            "prompt_failed",
+            batch=taken.batch,
+            index=taken.index,
+            code=row.error.code,
+            attempt=row.error.attempts,
+            exception=str(error),
+        )
+        self.unwritten.append(Ended(taken, row, error))
+
+    def _part(self, error: Exception) -> None:
+        """A step failed and may have one culprit among its rows: run each half without the other until it is alone.
+
+        Only the culprit is charged an attempt. Rows begin anew; their seeds make them end as they would have.
+        """
+        self.log.error("denoise_step_failed", rows=len(self.running), exc_info=error)
+        rows = list(self.running.values())
+        for running in rows:
+            self.model.engine.remove(running.taken.job.job_id)
+        self.running.clear()
+        if len(rows) == 1:
+            self._fail(rows[0], PromptFailure(ErrorCode.MODEL_ERROR, f"{type(error).__name__}: {error}"))
+            return
+        for running in rows:
+            self._record(running.micro_batch, None)
+        half = len(rows) // 2
+        self.apart.extendleft([[running.taken for running in part] for part in (rows[half:], rows[:half])])
+
+    def _drop_lost(self) -> None:
+        """Rows that somebody else has by now would only be dropped at the end."""
+        for taken in self.intake.lost():
+            running = self.running.pop(taken.job.job_id, None)
+            if running is not None:
+                self.model.engine.remove(taken.job.job_id)
+                self._record(running.micro_batch, None)
+
+    def _completion(self, taken: Taken, result: Finished) -> Completion:
+        job = taken.job
+        return Completion(
+            index=job.index,
+            id=job.id,
+            prompt=job.shown_prompt(),
+            output=self.model.tokenizer.decode(result.token_ids),
+            finish_reason=result.finish_reason,
+            usage=Usage(prompt_tokens=result.prompt_tokens, completion_tokens=len(result.token_ids)),
+            model=self.model.name,
+            params=applied_params(result),
+            timing={
+                "queued_s": round(max(0.0, taken.taken_at - job.submitted_at), 3),
+                "denoise_s": round(result.seconds, 3),
+            },
+            denoise={
+                "steps": result.steps,
+                "forwards": result.forwards,
+                "tokens_per_forward": round(result.tokens_per_forward, 3),
+            },
+            worker=self.intake.name,
+        )
+
+    # Throughput
+
+    def _open_micro_batch(self) -> MicroBatch:
+        """The micro-batch that takes the next prompt: as many as the engine holds, in order of admission."""
+        if self._micro_batch is None or self._micro_batch.admitted >= self.model.engine.max_rows:
+            self._micro_batches += 1
+            self._micro_batch = MicroBatch(self._micro_batches, self.model.engine.stats)
+        return self._micro_batch
+
+    def _record(self, micro_batch: MicroBatch, result: Finished | None) -> None:
+        """Count a row that left; one `batch_throughput` record when it was its micro-batch's last."""
+        micro_batch.count(result)
+        if micro_batch.open_rows:
+            return
+        if micro_batch is self._micro_batch:
+            self._micro_batch = None
+        record = micro_batch.record(self.model.engine.stats)
+        self.log.info("batch_throughput", **record, peak_memory_mb=self.model.peak_memory_mb(), **self.model.place())

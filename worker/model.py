@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from contract.errors import ModelLoadError
 from contract.jobs import Message
@@ -27,16 +31,32 @@ class Model:
 
     def describe(self) -> dict[str, Any]:
         """Facts for logs and checks."""
-        spec, decoder = self.loaded.spec, self.loaded.decoder
+        spec = self.loaded.spec
         return {
+            **self.place(),
             "family": spec.family,
             "parameters": self.loaded.parameters,
-            "device": str(decoder.device),
-            "dtype": str(decoder.dtype).removeprefix("torch."),
             "context": spec.decoder.max_positions,
             "mask_id": spec.mask_id,
             "stop_ids": sorted(spec.stop_ids),
         }
+
+    def place(self) -> dict[str, str]:
+        """Model, device and dtype, for throughput records."""
+        decoder = self.loaded.decoder
+        return {
+            "model": self.name,
+            "device": str(decoder.device),
+            "dtype": str(decoder.dtype).removeprefix("torch."),
+        }
+
+    def peak_memory_mb(self) -> int:
+        """The most memory held so far: of the device for CUDA, else of the process (Linux counts KB, macOS bytes)."""
+        device = self.loaded.decoder.device
+        if device.type == "cuda":
+            return torch.cuda.max_memory_allocated(device) >> 20
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak >> 20 if sys.platform == "darwin" else peak >> 10
 
     def request(
         self, name: str, prompt: str | None, messages: tuple[Message, ...] | None, params: SamplingParams

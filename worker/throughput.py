@@ -1,9 +1,8 @@
-"""One throughput record per micro-batch: the prompts taken in one go, from their arrival until the last one ended."""
+"""One throughput record per micro-batch: as many prompts as run together, from the first one's admission until all of
+them have ended. Rows of several micro-batches run side by side, because rows enter whenever others leave."""
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,34 +12,38 @@ from worker.engine import EngineStats, Finished
 
 @dataclass
 class MicroBatch:
-    """Prompts that were taken together. Rows of several micro-batches run side by side."""
+    """Counts of the prompts admitted to it."""
 
     id: int
-    open_rows: int
     before: EngineStats
-    queued_s: float  # mean wait of its prompts in the queue
     started: float = field(default_factory=time.perf_counter)
-    rows: int = 0
-    failed: int = 0
+    admitted: int = 0
+    open_rows: int = 0
+    unfinished: int = 0  # failed, to be retried, or begun anew apart from others
+    queued_s: float = 0.0  # summed over rows
     prompt_tokens: int = 0
     output_tokens: int = 0
     steps: int = 0
     forwards: int = 0
     positions: int = 0
 
-    def add(self, finished: Finished | None) -> bool:
-        """Count a row that ended (None: it failed before or instead of finishing); True when it was the last one."""
+    def admit(self, queued_s: float) -> None:
+        """A prompt enters after it waited `queued_s` seconds in the queue."""
+        self.admitted += 1
+        self.open_rows += 1
+        self.queued_s += queued_s
+
+    def count(self, finished: Finished | None) -> None:
+        """A prompt leaves; None when it has no answer."""
         self.open_rows -= 1
-        self.rows += 1
-        if finished is None or finished.error is not None:
-            self.failed += 1
-        else:
-            self.prompt_tokens += finished.prompt_tokens
-            self.output_tokens += len(finished.token_ids)
-            self.steps += finished.steps
-            self.forwards += finished.forwards
-            self.positions += finished.positions
-        return self.open_rows == 0
+        if finished is None:
+            self.unfinished += 1
+            return
+        self.prompt_tokens += finished.prompt_tokens
+        self.output_tokens += len(finished.token_ids)
+        self.steps += finished.steps
+        self.forwards += finished.forwards
+        self.positions += finished.positions
 
     def record(self, after: EngineStats) -> dict[str, Any]:
         """The `batch_throughput` record.
@@ -53,8 +56,8 @@ class MicroBatch:
         cells = after.attention_cells - self.before.attention_cells
         return {
             "micro_batch": self.id,
-            "rows": self.rows,
-            "failed": self.failed,
+            "rows": self.admitted,
+            "unfinished": self.unfinished,
             "prompt_tokens": self.prompt_tokens,
             "output_tokens": self.output_tokens,
             "seconds": round(seconds, 3),
@@ -64,12 +67,5 @@ class MicroBatch:
             "tokens_per_forward": round(self.output_tokens / self.forwards, 3) if self.forwards else 0.0,
             "positions": self.positions,
             "padding_share": round(1 - cells / padded, 4) if padded else 0.0,
-            "queue_wait_s": round(self.queued_s, 3),
-            "peak_memory_mb": peak_memory_mb(),
+            "queue_wait_s": round(self.queued_s / self.admitted, 3),
         }
-
-
-def peak_memory_mb() -> int:
-    """The most memory this process has held, in megabytes (Linux counts kilobytes, macOS bytes)."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak // (1 << 20) if sys.platform == "darwin" else peak // 1024

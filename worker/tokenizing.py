@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from jinja2 import TemplateError
+
 from contract.errors import BadPrompt, ModelLoadError
 from contract.jobs import Message
 
@@ -58,5 +60,8 @@ class Tokenizer:
         if not turns:
             raise BadPrompt("empty_prompt", "the conversation has no messages")
         # The template writes its own special tokens; adding them again would double the first one.
-        text = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        try:
+            text = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:  # templates refuse what they cannot write: a second system turn, say
+            raise BadPrompt("bad_row", f"the model's chat template refuses the messages: {error}") from None
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])

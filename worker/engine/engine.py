@@ -45,6 +45,11 @@ class Engine:
         self.scheduler.add(admit(self._next_key, request, self.spec))
         self._next_key += 1
 
+    @property
+    def max_rows(self) -> int:
+        """Rows that run together at most."""
+        return self.scheduler.max_rows
+
     def room(self) -> int:
         """How many more rows would run at once."""
         return self.scheduler.room()
