@@ -1,0 +1,292 @@
+"""The loop on a real server and a tiny real model: every prompt taken ends in exactly one way, whatever happens."""
+
+from __future__ import annotations
+
+import errno
+import json
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+from redis import Redis
+
+from contract.jobs import Message, PromptJob, Row
+from contract.ledger import BatchSpec, Counts, Cursor, Ledger
+from contract.paths import Folders
+from contract.queues import enqueuing, queue
+from contract.sampling import SamplingParams
+from contract.settings import WorkerSettings
+from tests.checkpoints import llama_block
+from worker.engine import Engine, Finished
+from worker.intake import Intake
+from worker.loop import Loop
+from worker.model import Model, open_model
+from worker.outputs import Outputs
+
+SHORT = SamplingParams(max_new_tokens=12)
+LONG = SamplingParams(max_new_tokens=200)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return llama_block(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def settings(checkpoint: Path, worker_settings: Callable[..., WorkerSettings]) -> WorkerSettings:
+    return worker_settings(model=str(checkpoint), dtype="float32", threads=1, max_rows=4, lease_s=10.0)
+
+
+@pytest.fixture
+def model(settings: WorkerSettings) -> Model:
+    return open_model(settings)
+
+
+@pytest.fixture
+def outputs(folders: Folders, ledger: Ledger) -> Iterator[Outputs]:
+    with Outputs(folders, ledger, "w") as opened:
+        yield opened
+
+
+@pytest.fixture
+def work(redis: Redis, ledger: Ledger, settings: WorkerSettings, outputs: Outputs) -> Callable[..., None]:
+    """Run a loop until no work is left."""
+
+    def until_done(model: Model, outputs: Outputs = outputs, **options: Any) -> None:
+        with Intake(redis, ledger, settings) as intake:
+            Loop(intake, model, outputs, grace_s=5.0, log=structlog.get_logger(), **options).run(burst=True)
+
+    return until_done
+
+
+@pytest.fixture
+def queued(redis: Redis, ledger: Ledger, folders: Folders) -> Callable[..., str]:
+    """Queue prompts (texts, or whole jobs' values) as one batch for the model `tiny`; returns its id."""
+
+    def queue_all(prompts: Sequence[str | dict[str, Any]], params: SamplingParams = SHORT, batch: str = "b") -> str:
+        spec = BatchSpec(
+            batch=batch,
+            source=f"{batch}.jsonl",
+            output=batch,
+            kind="jsonl",
+            model="tiny",
+            priority="normal",
+            params=params,
+            created_at=0.0,
+        )
+        ledger.create(spec)
+        jobs = [
+            PromptJob(
+                **{
+                    "batch": batch,
+                    "index": index,
+                    "line": index + 1,
+                    "id": str(index),
+                    "params": params,
+                    "submitted_at": 0.0,
+                    **({"prompt": prompt} if isinstance(prompt, str) else prompt),
+                }
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+        end = Cursor(offset=1, line=len(jobs), index=len(jobs))
+        assert ledger.advance(batch, Cursor(), end, [], enqueuing(queue(redis, "tiny", "normal"), jobs), last=True)
+        return batch
+
+    return queue_all
+
+
+def published(folders: Folders, name: str) -> list[dict[str, Any]]:
+    file = folders.outputs / name
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+class Faulty:
+    """An engine whose steps fail while a certain row is in it."""
+
+    def __init__(self, engine: Engine, culprit: str) -> None:
+        self._engine = engine
+        self._culprit = culprit
+        self.failed_steps = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def step(self) -> list[Finished]:
+        if self._culprit in self._engine.active():
+            self.failed_steps += 1
+            raise RuntimeError("shapes do not match")
+        return self._engine.step()
+
+
+class FullDisk:
+    """Outputs on a disk that is full for the first few writes."""
+
+    def __init__(self, outputs: Outputs, refusals: int) -> None:
+        self._outputs = outputs
+        self.refusals = refusals
+
+    def write(self, rows: Sequence[tuple[str, Row]]) -> None:
+        if self.refusals:
+            self.refusals -= 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self._outputs.write(rows)
+
+    def sealed_if_complete(self, batches: Iterable[str]) -> list[str]:
+        return self._outputs.sealed_if_complete(batches)
+
+
+def test_every_prompt_ends_in_one_output_row_in_input_order(
+    model: Model, queued: Callable[..., str], work: Callable[..., None], folders: Folders
+) -> None:
+    prompts = ["a" * (1 + 7 * number % 50) for number in range(11)]
+    queued(prompts)
+    work(model)
+    rows = published(folders, "b.jsonl")
+    assert [row["id"] for row in rows] == [str(number) for number in range(11)]
+    assert [row["prompt"] for row in rows] == prompts
+    assert all(row["usage"]["completion_tokens"] <= SHORT.max_new_tokens for row in rows)
+    assert not (folders.outputs / "b.errors.jsonl").exists()
+
+
+def test_a_row_is_the_same_alone_and_among_others(
+    model: Model, queued: Callable[..., str], work: Callable[..., None], folders: Folders
+) -> None:
+    sampled = SamplingParams(max_new_tokens=16, temperature=1.0, seed=3)
+    prompts = ["one", "two and more", "three" * 9]
+    queued(prompts, sampled, batch="together")
+    work(model)
+    for prompt in prompts:
+        queued([prompt], sampled, batch=f"alone-{prompts.index(prompt)}")
+        work(model)
+    together = [row["output"] for row in published(folders, "together.jsonl")]
+    assert together == [published(folders, f"alone-{number}.jsonl")[0]["output"] for number in range(3)]
+
+
+def test_prompts_that_cannot_run_become_error_rows_and_the_rest_runs(
+    model: Model, queued: Callable[..., str], work: Callable[..., None], folders: Folders, ledger: Ledger
+) -> None:
+    conversation = {"messages": (Message(role="user", content="hello"),)}
+    queued(["fine", "x" * 600, conversation, "fine too"])
+    work(model)
+    assert [row["id"] for row in published(folders, "b.jsonl")] == ["0", "3"]
+    errors = published(folders, "b.errors.jsonl")
+    assert [(row["line"], row["error"]["code"]) for row in errors] == [(2, "prompt_too_long"), (3, "bad_row")]
+    assert "context of 512" in errors[0]["error"]["message"]
+    assert errors[0]["error"]["attempts"] == 1  # bad input is never retried
+    batch = ledger.get("b")
+    assert batch is not None
+    assert batch.counts == Counts(total=4, submitted=4, done=2, failed=2)
+
+
+def test_a_failing_step_costs_the_culprit_and_not_its_neighbours(
+    model: Model, queued: Callable[..., str], work: Callable[..., None], folders: Folders
+) -> None:
+    prompts = [f"prompt {number}" for number in range(6)]
+    queued(prompts, batch="healthy")
+    work(model)
+    queued(prompts, batch="ill")
+    with structlog.testing.capture_logs() as events:
+        work(replace(model, engine=Faulty(model.engine, "ill-2")))
+    assert [row["id"] for row in published(folders, "ill.jsonl")] == ["0", "1", "3", "4", "5"]
+    (error,) = published(folders, "ill.errors.jsonl")
+    assert error["error"]["code"] == "model_error"
+    assert error["error"]["attempts"] == 3
+    assert "shapes do not match" in error["error"]["message"]
+    healthy = [row["output"] for row in published(folders, "healthy.jsonl")]
+    assert [row["output"] for row in published(folders, "ill.jsonl")] == [*healthy[:2], *healthy[3:]]
+    retried = [event["index"] for event in events if "retried" in event["event"]]
+    assert retried == [2, 2]
+
+
+def test_a_full_disk_stops_the_taking_and_loses_nothing(
+    model: Model,
+    queued: Callable[..., str],
+    work: Callable[..., None],
+    folders: Folders,
+    outputs: Outputs,
+) -> None:
+    queued([f"prompt {number}" for number in range(9)])
+    work(model, outputs=FullDisk(outputs, refusals=5))
+    assert [row["id"] for row in published(folders, "b.jsonl")] == [str(number) for number in range(9)]
+    assert len({row["id"] for row in published(folders, "b.jsonl")}) == 9
+
+
+def test_stopping_finishes_what_runs_and_leaves_the_rest_in_order(
+    model: Model,
+    queued: Callable[..., str],
+    redis: Redis,
+    ledger: Ledger,
+    settings: WorkerSettings,
+    outputs: Outputs,
+    wait_until: Callable[..., None],
+) -> None:
+    queued([f"prompt {number}" for number in range(40)], LONG)
+    with Intake(redis, ledger, settings) as intake:
+        loop = Loop(intake, model, outputs, grace_s=30.0, log=structlog.get_logger())
+        thread = threading.Thread(target=loop.run)
+        thread.start()
+        wait_until(lambda: len(loop.running) == 4)
+        loop.stop()
+        thread.join(timeout=30)
+        assert not thread.is_alive()
+        assert loop.idle()
+    batch = ledger.get("b")
+    assert batch is not None
+    waiting = [job_id.decode() for job_id in redis.lrange(queue(redis, "tiny", "normal").key, 0, -1)]
+    assert batch.counts.done >= 4
+    assert batch.counts.failed == 0
+    assert waiting == [f"b-{index}" for index in range(batch.counts.done, 40)]
+
+
+def test_a_second_stop_gives_everything_back_at_once(
+    model: Model,
+    queued: Callable[..., str],
+    redis: Redis,
+    ledger: Ledger,
+    settings: WorkerSettings,
+    outputs: Outputs,
+    wait_until: Callable[..., None],
+) -> None:
+    queued([f"prompt {number}" for number in range(6)], LONG)
+    with Intake(redis, ledger, settings) as intake:
+        loop = Loop(intake, model, outputs, grace_s=3600.0, log=structlog.get_logger())
+        loop.take()
+        loop.step()
+        assert len(loop.running) == 4
+        loop.stop()
+        loop.stop()
+        loop.run()
+    waiting = [job_id.decode() for job_id in redis.lrange(queue(redis, "tiny", "normal").key, 0, -1)]
+    assert waiting == [f"b-{index}" for index in range(6)]
+    assert model.engine.active() == []
+    assert not redis.exists(ledger.key("b", "starts"))  # given back as if never started
+
+
+def test_throughput_is_recorded_per_micro_batch_and_prompts_stay_out_of_the_log(
+    model: Model, queued: Callable[..., str], work: Callable[..., None], folders: Folders
+) -> None:
+    queued([f"secret {number}" for number in range(9)])
+    with structlog.testing.capture_logs() as events:
+        work(model)
+    records = [event for event in events if event["event"] == "batch_throughput"]
+    rows = published(folders, "b.jsonl")
+    assert sum(record["rows"] for record in records) == 9
+    assert max(record["rows"] for record in records) == 4
+    assert sum(record["output_tokens"] for record in records) == sum(row["usage"]["completion_tokens"] for row in rows)
+    assert sum(record["prompt_tokens"] for record in records) == sum(row["usage"]["prompt_tokens"] for row in rows)
+    wanted = "seconds output_tokens_per_s forwards tokens_per_forward positions padding_share queue_wait_s"
+    for name in [*wanted.split(), "peak_memory_mb", "device", "dtype", "model"]:
+        assert all(name in record for record in records), name
+    assert "secret" not in repr(events)
+
+
+def test_prompts_are_logged_when_asked_for(model: Model, queued: Callable[..., str], work: Callable[..., None]) -> None:
+    queued(["not secret"])
+    with structlog.testing.capture_logs() as events:
+        work(model, log_prompts=True)
+    assert [event["prompt"] for event in events if event["event"] == "answered"] == ["not secret"]
