@@ -126,10 +126,6 @@ class ModelRunner:
         )
 
 
-def _at(entropy: Tensor, at: Tensor, valid: Tensor) -> Tensor:
-    return entropy[at].masked_fill(~valid, torch.inf)
-
-
 @dataclass(frozen=True)
 class Call:
     """One attention call: R neighbouring slots of a class, q queries each, over their first `keys` keys."""

@@ -6,8 +6,6 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from worker.engine.unmasking.rule import with_best
-
 
 class EntropyBound:
     """Entropies sorted upwards: accept the first k while ΣH - max H ≤ γ over those k, `number` being γ.
@@ -19,6 +17,6 @@ class EntropyBound:
 
     def accept(self, confidence: Tensor, entropy: Tensor, valid: Tensor, number: Tensor) -> Tensor:
         ordered, order = entropy.masked_fill(~valid, 1e9).sort(dim=-1, stable=True)
+        # The first is always within: its own entropy is the maximum, which leaves a sum of 0.
         within = ordered.cumsum(-1) - ordered <= number
-        accepted = within.new_zeros(within.shape).scatter(-1, order, within)
-        return with_best(accepted, confidence, valid)
+        return within.new_zeros(within.shape).scatter(-1, order, within) & valid

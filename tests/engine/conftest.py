@@ -1,0 +1,44 @@
+"""Tiny models, loaded once, and a way to run requests through an engine to their end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import checkpoints
+from worker.engine import Loaded, load
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Matrices this small only lose time to a second thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def causal(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    """A block-diffusion Llama: causal context, blocks of 4."""
+    return _loaded(checkpoints.llama_block(tmp_path_factory.mktemp("causal"), tokenizer=False))
+
+
+@pytest.fixture(scope="session")
+def bidirectional(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    """A model in LLaDA's layout."""
+    return _loaded(checkpoints.llada(tmp_path_factory.mktemp("bidirectional"), tokenizer=False))
+
+
+@pytest.fixture(scope="session", params=["causal", "bidirectional"])
+def either(request: pytest.FixtureRequest) -> Loaded:
+    """Both attention kinds in turn."""
+    loaded: Loaded = request.getfixturevalue(request.param)
+    return loaded
+
+
+def _loaded(folder: Path) -> Loaded:
+    return load(folder, device="cpu", dtype="float32")

@@ -1,0 +1,217 @@
+"""A plain, slow sampler of both attention kinds, to hold the engine against.
+
+One prompt, no cache: every step recomputes the whole canvas through transformers' Llama under an explicit mask, and
+every rule is a few lines over lists. It shares no code with the engine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests import checkpoints
+
+
+@dataclass(frozen=True)
+class Guess:
+    """What the model says about one masked position."""
+
+    position: int
+    token: int
+    confidence: float
+    entropy: float
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a prompt is denoised; every value is given, nothing has a default."""
+
+    max_new_tokens: int
+    block_length: int
+    rule: str
+    number: float  # τ, γ, or the denoise steps of the whole answer
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Tokens before the first stop token, and the denoise steps they took."""
+
+    tokens: tuple[int, ...]
+    steps: int
+
+
+class Reference:
+    """The weights of `checkpoints` under one seed, computed by transformers."""
+
+    def __init__(self, *, tied: bool, seed: int = 0, max_positions: int = 512) -> None:
+        config = LlamaConfig(
+            vocab_size=checkpoints.VOCABULARY,
+            hidden_size=checkpoints.HIDDEN,
+            intermediate_size=checkpoints.INTERMEDIATE,
+            num_hidden_layers=checkpoints.LAYERS,
+            num_attention_heads=checkpoints.HEADS,
+            num_key_value_heads=checkpoints.KV_HEADS,
+            rms_norm_eps=checkpoints.NORM_EPS,
+            rope_parameters={"rope_theta": checkpoints.ROPE_THETA, "rope_type": "default"},
+            max_position_embeddings=max_positions,
+            tie_word_embeddings=tied,
+            attn_implementation="eager",
+        )
+        self._model = LlamaForCausalLM(config).eval()
+        self._model.load_state_dict(checkpoints.random_weights(seed))
+
+    def logits(self, tokens: list[int], positions: list[int], visible: Tensor) -> Tensor:
+        """(T, V) float32 for `tokens` at `positions`; `visible` (T, T) bool says which query sees which key."""
+        hidden = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
+        with torch.inference_mode():
+            out = self._model(
+                input_ids=torch.tensor([tokens]),
+                position_ids=torch.tensor([positions]),
+                attention_mask=hidden[None, None],
+                use_cache=False,
+            )
+        logits: Tensor = out.logits[0]
+        return logits
+
+    def causal_logits(self, canvas: list[int], block_start: int) -> Tensor:
+        """Everything before the block is causal; the block sees all of the canvas."""
+        length = len(canvas)
+        visible = torch.ones(length, length, dtype=torch.bool).tril()
+        visible[block_start:] = True
+        return self.logits(canvas, list(range(length)), visible)
+
+    def full_logits(self, canvas: list[int]) -> Tensor:
+        """Everybody sees everybody."""
+        length = len(canvas)
+        return self.logits(canvas, list(range(length)), torch.ones(length, length, dtype=torch.bool))
+
+    def frozen_prefix_logits(self, before: list[int], canvas: list[int], block_start: int) -> Tensor:
+        """The canvas as the block sees it whose prefix was computed once, when the canvas was `before`.
+
+        Without a cache: `before` as a whole and the new suffix are one sequence. The old part sees itself; the
+        suffix sees the old prefix and itself. Rows of the prefix are NaN, nobody may read them.
+        """
+        length, suffix = len(before), len(canvas) - block_start
+        visible = torch.zeros(length + suffix, length + suffix, dtype=torch.bool)
+        visible[:length, :length] = True
+        visible[length:, :block_start] = True
+        visible[length:, length:] = True
+        positions = [*range(length), *range(block_start, len(canvas))]
+        logits = self.logits(before + canvas[block_start:], positions, visible)
+        return torch.cat([torch.full((block_start, logits.shape[1]), math.nan), logits[length:]])
+
+    def causal_answer(self, prompt: tuple[int, ...], recipe: Recipe) -> Answer:
+        """Blocks after a causal context, predictions shifted by one; an answer never runs past its limit."""
+        canvas, limit, steps = list(prompt), len(prompt) + recipe.max_new_tokens, 0
+        while len(canvas) < limit:
+            start, block = len(canvas), (len(canvas) - len(prompt)) // recipe.block_length
+            opening = guess(self.causal_logits(canvas, start)[-1], start)
+            canvas += [opening.token] + [checkpoints.MASK] * (recipe.block_length - 1)
+            masks = min(limit, len(canvas)) - start - 1
+            for quota in quotas(recipe, block, masks):
+                if ended(canvas, len(prompt), limit) or not masked(canvas, start, limit):
+                    break
+                logits = self.causal_logits(canvas, start)
+                step(canvas, [guess(logits[p - 1], p) for p in masked(canvas, start, limit)], recipe, quota)
+                steps += 1
+            if ended(canvas, len(prompt), limit):
+                break
+        return Answer(cut(canvas, len(prompt), limit), steps)
+
+    def bidirectional_answer(self, prompt: tuple[int, ...], recipe: Recipe, cache: str) -> Answer:
+        """The answer stands there in masks from the start; blocks are denoised from left to right."""
+        limit, steps = len(prompt) + recipe.max_new_tokens, 0
+        canvas = list(prompt) + [checkpoints.MASK] * recipe.max_new_tokens
+        for block, start in enumerate(range(len(prompt), limit, recipe.block_length)):
+            end = min(limit, start + recipe.block_length)
+            before = list(canvas)
+            for number, quota in enumerate(quotas(recipe, block, end - start)):
+                if ended(canvas, len(prompt), limit) or not masked(canvas, start, end):
+                    break
+                if cache == "prefix" and number:
+                    logits = self.frozen_prefix_logits(before, canvas, start)
+                else:
+                    logits = self.full_logits(canvas)
+                step(canvas, [guess(logits[p], p) for p in masked(canvas, start, end)], recipe, quota)
+                steps += 1
+            if ended(canvas, len(prompt), limit):
+                break
+        return Answer(cut(canvas, len(prompt), limit), steps)
+
+
+def guess(logits: Tensor, position: int) -> Guess:
+    """The best token that is not the mask, its probability, and the entropy, in float64."""
+    allowed = logits.double()
+    allowed[checkpoints.MASK] = -torch.inf
+    p = allowed.softmax(-1)
+    token = int(p.argmax())
+    entropy = -sum(x * math.log(x) for x in p.tolist() if x > 0)
+    return Guess(position, token, float(p[token]), entropy)
+
+
+def quotas(recipe: Recipe, block: int, masks: int) -> Iterator[int]:
+    """Positions to accept in each step of a block: its share of the steps, the masks spread over them; then one each.
+
+    Rules without a quota get zeros.
+    """
+    if recipe.rule == "fixed_steps":
+        blocks = math.ceil(recipe.max_new_tokens / recipe.block_length)
+        share = int(recipe.number) // blocks + (1 if block < int(recipe.number) % blocks else 0)
+        steps = max(1, share)
+        for number in range(steps):
+            yield masks // steps + (1 if number < masks % steps else 0)
+    while True:
+        yield 0
+
+
+def step(canvas: list[int], guesses: list[Guess], recipe: Recipe, quota: int) -> None:
+    """Write the guesses that the rule accepts, at least one."""
+    for one in accepted(guesses, recipe, quota):
+        canvas[one.position] = one.token
+
+
+def accepted(guesses: list[Guess], recipe: Recipe, quota: int) -> list[Guess]:
+    best_first = sorted(guesses, key=lambda one: (-one.confidence, one.position))
+    if recipe.rule == "fixed_steps":
+        return best_first[: max(1, quota)]
+    if recipe.rule == "threshold":
+        return [one for one in guesses if one.confidence >= recipe.number] or best_first[:1]
+    if recipe.rule == "left_to_right":
+        taken = guesses[:1]
+        for one in guesses[1:]:
+            if one.confidence < recipe.number:
+                break
+            taken.append(one)
+        return taken
+    taken, total = [], 0.0
+    for one in sorted(guesses, key=lambda one: (one.entropy, one.position)):
+        # Sorted upwards, so the newest entropy is the largest: the sum without it is what has been taken so far.
+        if total > recipe.number:
+            break
+        taken.append(one)
+        total += one.entropy
+    return taken
+
+
+def masked(canvas: list[int], start: int, end: int) -> list[int]:
+    return [p for p in range(start, min(end, len(canvas))) if canvas[p] == checkpoints.MASK]
+
+
+def ended(canvas: list[int], prompt_length: int, limit: int) -> bool:
+    """A stop token with no mask before it."""
+    for token in canvas[prompt_length:limit]:
+        if token == checkpoints.MASK:
+            return False
+        if token == checkpoints.STOP:
+            return True
+    return False
+
+
+def cut(canvas: list[int], prompt_length: int, limit: int) -> tuple[int, ...]:
+    answer = canvas[prompt_length:limit]
+    return tuple(answer[: answer.index(checkpoints.STOP)] if checkpoints.STOP in answer else answer)

@@ -1,0 +1,145 @@
+"""The engine's tokens are those of the plain sampler, whatever runs beside them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import checkpoints
+from tests.engine.reference import Answer, Recipe, Reference
+from tests.engine.running import prompt, request, run
+from worker.engine import Engine, Loaded
+from worker.engine.models.decoder import Decoder
+
+LENGTHS = (1, 2, 5, 17, 40, 140)  # the last one outgrows the smallest cache slot
+RULES = (
+    ("fixed_steps", 7),
+    ("fixed_steps", 30),
+    ("threshold", 0.9),
+    ("threshold", 0.6),
+    ("left_to_right", 0.9),
+    ("left_to_right", 0.5),
+    ("entropy_bound", 0.1),
+    ("entropy_bound", 2.0),
+)
+NAME_OF_NUMBER = {"fixed_steps": "denoise_steps", "entropy_bound": "entropy_bound"}
+
+
+@pytest.fixture(scope="module")
+def causal_reference() -> Reference:
+    return Reference(tied=True)
+
+
+@pytest.fixture(scope="module")
+def bidirectional_reference() -> Reference:
+    return Reference(tied=False)
+
+
+@pytest.mark.parametrize("block_length", [1, 4, 6])
+@pytest.mark.parametrize(("rule", "number"), RULES)
+def test_causal_context_gives_the_reference_tokens(
+    causal: Loaded, causal_reference: Reference, rule: str, number: float, block_length: int
+) -> None:
+    recipe = Recipe(max_new_tokens=22, block_length=block_length, rule=rule, number=number)
+    expected = {n: causal_reference.causal_answer(prompt(n, n), recipe) for n in LENGTHS}
+    assert engine_answers(causal, recipe) == expected
+
+
+@pytest.mark.parametrize("cache", ["none", "prefix"])
+@pytest.mark.parametrize("block_length", [5, 8, 32])
+@pytest.mark.parametrize(("rule", "number"), RULES)
+def test_bidirectional_gives_the_reference_tokens(
+    bidirectional: Loaded,
+    bidirectional_reference: Reference,
+    rule: str,
+    number: float,
+    block_length: int,
+    cache: str,
+) -> None:
+    recipe = Recipe(max_new_tokens=22, block_length=block_length, rule=rule, number=number)
+    expected = {n: bidirectional_reference.bidirectional_answer(prompt(n, n), recipe, cache) for n in LENGTHS}
+    assert engine_answers(bidirectional, recipe, cache=cache) == expected
+
+
+def test_the_references_are_worth_comparing_with(causal_reference: Reference) -> None:
+    """Random weights could collapse onto one token, or never stop; then equality would prove little."""
+    recipe = Recipe(max_new_tokens=32, block_length=4, rule="threshold", number=0.9)
+    answers = [causal_reference.causal_answer(prompt(n, 6), recipe) for n in range(20)]
+    assert len({token for answer in answers for token in answer.tokens}) > 40
+    assert 2 <= sum(len(answer.tokens) < 32 for answer in answers) <= 18
+    assert any(answer.steps < len(answer.tokens) * 3 / 4 for answer in answers)
+
+
+def test_a_frozen_prefix_is_an_approximation(bidirectional_reference: Reference) -> None:
+    """Otherwise the prefix cache would be compared with what it is not."""
+    recipe = Recipe(max_new_tokens=22, block_length=8, rule="left_to_right", number=0.9)
+    answer = bidirectional_reference.bidirectional_answer
+    assert answer(prompt(9, 9), recipe, "prefix") != answer(prompt(9, 9), recipe, "none")
+
+
+def test_causal_logits_agree_on_mixed_lengths(causal: Loaded, causal_reference: Reference) -> None:
+    engine, logits = recording(causal)
+    for n in LENGTHS:
+        engine.add(request(n, prompt(n, n), max_new_tokens=8, rule="left_to_right", threshold=1.0))
+    engine.step()
+    expected = torch.stack([causal_reference.causal_logits(list(prompt(n, n)), n)[-1] for n in LENGTHS])
+    torch.testing.assert_close(logits[-1], expected, atol=1e-4, rtol=0)
+    slots = [opening(row) for row in expected]
+    engine.step()
+    canvases = [[*prompt(n, n), slot, *[checkpoints.MASK] * 3] for n, slot in zip(LENGTHS, slots, strict=True)]
+    wanted = [
+        causal_reference.causal_logits(canvas, n)[n : n + 3]
+        for n, canvas, slot in zip(LENGTHS, canvases, slots, strict=True)
+        if slot != checkpoints.STOP
+    ]
+    torch.testing.assert_close(logits[-1], torch.cat(wanted), atol=1e-4, rtol=0)
+
+
+def test_bidirectional_logits_agree_on_mixed_lengths(bidirectional: Loaded, bidirectional_reference: Reference) -> None:
+    engine, logits = recording(bidirectional)
+    for n in LENGTHS:
+        engine.add(request(n, prompt(n, n), max_new_tokens=n % 7 + 4, block_length=4))
+    engine.step()
+    wanted = []
+    for n in LENGTHS:
+        canvas = [*prompt(n, n), *[checkpoints.MASK] * (n % 7 + 4)]
+        wanted.append(bidirectional_reference.full_logits(canvas)[n : n + 4])
+    torch.testing.assert_close(logits[-1], torch.cat(wanted), atol=1e-4, rtol=0)
+
+
+class RecordingDecoder(Decoder):
+    """A decoder that remembers the logits of every position that was asked for."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.__dict__.update(decoder.__dict__)
+        self.logits: list[Tensor] = []
+
+    def last_norm(self, x: Tensor) -> Tensor:
+        out = super().last_norm(x)
+        self.logits.append(out @ self.head.T)
+        return out
+
+
+def recording(loaded: Loaded) -> tuple[Engine, list[Tensor]]:
+    decoder = RecordingDecoder(loaded.decoder)
+    return Engine(loaded.spec, decoder), decoder.logits
+
+
+def opening(logits: Tensor) -> int:
+    allowed = logits.clone()
+    allowed[checkpoints.MASK] = -torch.inf
+    return int(allowed.argmax())
+
+
+def engine_answers(loaded: Loaded, recipe: Recipe, **params: str) -> dict[int, Answer]:
+    """All lengths together through the engine."""
+    params = {
+        NAME_OF_NUMBER.get(recipe.rule, "threshold"): recipe.number,
+        "rule": recipe.rule,
+        "max_new_tokens": recipe.max_new_tokens,
+        "block_length": recipe.block_length,
+        **params,
+    }
+    finished = run(loaded, [request(n, prompt(n, n), **params) for n in LENGTHS])
+    return {n: Answer(one.token_ids, one.steps) for n, one in finished.items()}
