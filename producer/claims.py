@@ -137,7 +137,7 @@ class Claims:
 
     def _adopt(self, spec: BatchSpec) -> BatchSpec:
         """Record a claimed batch of which the ledger knows nothing, under its old name if that is still its own."""
-        if self._published(spec.output) or not self.ledger.reserve_output(spec.batch, spec.output):
+        if self._published(spec.output) or not self._reserve(spec.batch, spec.output):
             spec = spec.model_copy(update={"output": self._reserve_output(spec.output, spec.batch)})
             self._write_manifest(spec)
         logs.get(batch=spec.batch).info("claimed file found that no batch was recorded for", file=spec.source)
@@ -167,7 +167,10 @@ class Claims:
     def _reserve_output(self, stem: str, batch: str) -> str:
         """`stem`, or `stem-2`, `stem-3` …: the first that no batch owns and no file has."""
         numbered = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
-        return next(name for name in numbered if not self._published(name) and self.ledger.reserve_output(batch, name))
+        return next(name for name in numbered if not self._published(name) and self._reserve(batch, name))
+
+    def _reserve(self, batch: str, name: str) -> bool:
+        return self.ledger.reserve_output(batch, _folded(name))
 
     def _published(self, name: str) -> bool:
         return any(os.path.lexists(self.folders.outputs / f"{name}{end}") for end in OUTPUT_ENDS)
@@ -199,7 +202,12 @@ class Claims:
         """Take back a claim that has no source."""
         _remove(self.folders.claimed / spec.batch)
         if not keep_name:
-            self.ledger.release_output(spec.batch, spec.output)
+            self.ledger.release_output(spec.batch, _folded(spec.output))
+
+
+def is_utf8(name: str) -> bool:
+    """Can a manifest hold this file name? Names of other encodings reach us with surrogates in them."""
+    return not any("\ud800" <= char <= "\udfff" for char in name)
 
 
 def checked_name(name: str) -> str:
@@ -213,13 +221,18 @@ def output_stem(stem: str) -> str:
     """`stem` as the stem of output files: visible, of bearable length, and never taken for another batch's errors."""
     visible = re.sub(r"[\x00-\x1f\x7f/\\]", "_", stem).strip().lstrip(".")
     short = visible.encode("utf-8", "replace")[:LONGEST_OUTPUT].decode("utf-8", "ignore")
-    return re.sub(r"\.(errors)$", r"-\1", short) or "batch"
+    return re.sub(r"\.(errors)$", r"-\1", short, flags=re.IGNORECASE) or "batch"
 
 
 def slug(stem: str) -> str:
     """`stem` in the letters that batch ids may have: A-Z, a-z, 0-9, dash and underscore."""
     plain = unicodedata.normalize("NFKD", stem).encode("ascii", "ignore").decode()
     return re.sub(r"[^A-Za-z0-9_]+", "-", plain)[:LONGEST_SLUG].strip("-") or "batch"
+
+
+def _folded(name: str) -> str:
+    """What two names have in common that are one file where case or the spelling of accents makes no difference."""
+    return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
 
 
 def _idle_s(folder: Path) -> float:

@@ -29,7 +29,7 @@ from contract.paths import Folders
 from contract.sampling import parse_params
 from contract.settings import ProducerSettings, read
 from producer import display, report
-from producer.claims import KINDS, Claims, Look, checked_name
+from producer.claims import KINDS, Claims, Look, checked_name, is_utf8
 from producer.submitter import OUTAGES, Progress, pause_after, submit, wait
 from producer.watcher import Watcher
 
@@ -299,6 +299,8 @@ def _check_inputs(files: list[Path], name: str | None, priority: str | None) -> 
             raise UsageError(f"{file}: unknown kind of file; rename it to end in {' or '.join(KINDS)}")
         if not os.access(file, os.R_OK):
             raise UsageError(f"{file}: no permission to read it")
+        if not is_utf8(file.name):
+            raise UsageError(f"{file}: its name is not UTF-8; rename it")
 
 
 def _submit_file(file: Path, name: str | None, session: Session, stop: Stop) -> BatchSpec | None:
@@ -316,7 +318,7 @@ def _submit_file(file: Path, name: str | None, session: Session, stop: Stop) -> 
 
 
 def _claim(file: Path, name: str | None, session: Session, claims: Claims) -> BatchSpec:
-    if file.resolve().parent != session.folders.inputs.resolve():
+    if file.is_symlink() or file.parent.resolve() != session.folders.inputs.resolve():
         return claims.snapshot(file, name)
     # Left in the inbox it would be submitted a second time by whoever watches it.
     spec = claims.take(file, Look.at(file), name)

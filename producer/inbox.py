@@ -11,7 +11,7 @@ import stat
 import time
 from pathlib import Path
 
-from producer.claims import KINDS, Look
+from producer.claims import KINDS, Look, is_utf8
 from producer.notices import Notices
 
 UNFINISHED = ("~", ".swp", ".swx", ".tmp", ".part", ".partial", ".crdownload", ".download")
@@ -74,9 +74,7 @@ def _objection(file: Path, look: Look) -> str | None:
         return "a folder; put its files here"
     if not look.regular:
         return "not a regular file"
-    try:
-        file.name.encode("utf-8")
-    except UnicodeEncodeError:
+    if not is_utf8(file.name):
         return "its name is not UTF-8; rename it"
     if file.suffix.lower() not in KINDS:
         return f"only {' and '.join(KINDS)} files are prompts"

@@ -67,6 +67,9 @@ def decode(raw: bytes, offset: int) -> Row:
 
 def text(raw: bytes, offset: int) -> str:
     """`raw` as UTF-8. Raises BadPrompt('bad_encoding') with the offset in the file of the first wrong byte."""
+    if (zero := raw.find(0)) >= 0:  # valid UTF-8, but no text: most often every other byte of a UTF-16 file
+        what = f"byte 0x00 at offset {offset + zero} of the file is not text; is the file UTF-16?"
+        raise BadPrompt(ErrorCode.BAD_ENCODING, what)
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -91,7 +94,7 @@ def body(row: Row) -> Row:
     """The part of a row that holds prompt, model and parameters, in either shape."""
     if not any(name in row for name in ("body", "url", "method")):
         return _plain_body(row)
-    _refuse_unknown(row, BATCH_KEYS)
+    _refuse_unknown(row, BATCH_KEYS, ErrorCode.BAD_ROW)
     if row.get("method", "POST") != "POST":
         raise BadPrompt(ErrorCode.BAD_ROW, "method must be 'POST'")
     request = row.get("body")
@@ -144,7 +147,7 @@ def _refuse_other_endpoints(url: Any, request: Row) -> None:
 
 
 def _plain_body(row: Row) -> Row:
-    _refuse_unknown(row, PLAIN_KEYS)
+    _refuse_unknown(row, PLAIN_KEYS, ErrorCode.BAD_PARAMS)
     nested = row.get("params")
     if nested is None:
         nested = {}
@@ -156,11 +159,11 @@ def _plain_body(row: Row) -> Row:
     return {**{name: value for name, value in row.items() if name not in ("id", "custom_id", "params")}, **nested}
 
 
-def _refuse_unknown(row: Row, known: tuple[str, ...]) -> None:
+def _refuse_unknown(row: Row, known: tuple[str, ...], code: ErrorCode) -> None:
     for name in row:
         if name not in known:
             short = name[:LONGEST_NAME]
-            raise BadPrompt(ErrorCode.BAD_ROW, f"unknown key '{short}'{nearest(short, known)}")
+            raise BadPrompt(code, f"unknown key '{short}'{nearest(short, known)}")
 
 
 def _asks_nothing(name: str, value: Any) -> bool:
