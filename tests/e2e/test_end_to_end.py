@@ -1,0 +1,202 @@
+"""The installed commands as a user runs them, in processes of their own: drop, submit, kill, stop, look."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contract import queues, server
+from contract.ledger import Ledger
+from contract.paths import Folders
+from contract.settings import ProducerSettings
+from tests.checkpoints import llama_block
+
+BIN = Path(sys.executable).parent
+START_S = 90.0  # importing torch and transformers, several at once on two cores
+
+
+class System:
+    """One root with its own local server, and the processes that were started on it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.folders = Folders(root).create()
+        self.started: list[subprocess.Popen[bytes]] = []
+        self.environment = {**os.environ, "DLLM_ROOT": str(root), "DLLM_MODEL": "tiny", "DLLM_LEASE_S": "2"}
+        self.environment |= {"DLLM_SCAN_S": "0.2", "DLLM_SETTLE_S": "0.1", "DLLM_THREADS": "1", "DLLM_DTYPE": "float32"}
+
+    def call(self, *command: str) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end."""
+        return subprocess.run(
+            [str(BIN / command[0]), *command[1:]],
+            env=self.environment,
+            cwd=self.root,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    def start(self, *command: str) -> subprocess.Popen[bytes]:
+        """Start a command that runs until it is told to stop."""
+        process = subprocess.Popen(
+            [str(BIN / command[0]), *command[1:]],
+            env=self.environment,
+            cwd=self.root,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        self.started.append(process)
+        return process
+
+    def ledger(self) -> Ledger:
+        return Ledger(server.open_redis(ProducerSettings(root=self.root)))
+
+    def submit(self, name: str, rows: list[dict[str, Any]]) -> str:
+        """Write a JSONL file beside the root and submit it; returns the batch id."""
+        file = self.root / name
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        submitted = self.call("producer", "submit", name)
+        assert submitted.returncode == 0, submitted.stderr
+        return submitted.stdout.strip()
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folders.outputs / name).read_text().splitlines()]
+
+    def log(self, name: str) -> list[dict[str, Any]]:
+        lines = [line for file in self.folders.logs.glob(name) for line in file.read_text().splitlines()]
+        return [json.loads(line) for line in lines]
+
+
+@pytest.fixture
+def system(tmp_path: Path) -> Iterator[System]:
+    """A root with a tiny model in it. Whatever a test started is ended."""
+    opened = System(tmp_path)
+    llama_block(tmp_path / "models" / "tiny", chat_template=True)
+    try:
+        yield opened
+    finally:
+        for process in opened.started:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+        server.stop(ProducerSettings(root=tmp_path))
+
+
+def test_dropped_files_become_outputs_and_both_commands_stop_in_order(
+    system: System, wait_until: Callable[..., None]
+) -> None:
+    watch, work = system.start("producer", "watch"), system.start("worker", "run", "--max-rows", "4")
+    (system.folders.inputs / "questions.txt").write_text("one\n\ntwo\r\nthree\n")
+    (system.folders.inputs / "rows.jsonl").write_text('{"prompt": "a", "id": "x"}\nnot json\n{"prompt": "b"}\n')
+    results = [system.folders.outputs / name for name in ("questions.jsonl", "rows.jsonl")]
+    wait_until(lambda: all(file.exists() for file in results), START_S)
+    assert [row["prompt"] for row in system.rows("questions.jsonl")] == ["one", "two", "three"]
+    assert [row["id"] for row in system.rows("rows.jsonl")] == ["x", "2"]
+    (error,) = system.rows("rows.errors.jsonl")
+    assert (error["line"], error["error"]["code"]) == (2, "bad_json")
+    text = (system.folders.outputs / "questions.txt").read_text()
+    assert text.startswith("> one\n")
+    wait_until(lambda: {file.name for file in system.folders.processed.iterdir()} == {"questions.txt", "rows.jsonl"})
+    assert not [file for file in system.folders.inputs.iterdir() if file.is_file()]
+    for process in (watch, work):
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 0
+    throughput = [event for event in system.log("worker-*.jsonl") if event["event"] == "batch_throughput"]
+    assert sum(event["rows"] for event in throughput) == 5
+
+
+def test_a_killed_worker_loses_nothing_and_doubles_nothing(system: System, wait_until: Callable[..., None]) -> None:
+    """Two workers, one killed while it holds rows: every prompt ends exactly once, and nobody is to blame."""
+    ledger = system.ledger()
+    workers = [system.start("worker", "run", "--max-rows", "8", "--name", f"w{number}") for number in range(2)]
+    wait_until(lambda: len(queues.workers(ledger.redis)) == 2, START_S)
+    prompts = [{"prompt": f"prompt {number}", "max_new_tokens": 96} for number in range(300)]
+    batch = system.submit("many.jsonl", prompts)
+    wait_until(lambda: {worker.state for worker in queues.workers(ledger.redis)} == {"busy"}, START_S)
+    workers[0].kill()
+    workers[0].wait()
+    assert not (system.folders.outputs / "many.jsonl").exists()
+    wait_until((system.folders.outputs / "many.jsonl").exists, START_S)
+    rows = system.rows("many.jsonl")
+    assert [row["prompt"] for row in rows] == [row["prompt"] for row in prompts]
+    assert not (system.folders.outputs / "many.errors.jsonl").exists()
+    record = ledger.get(batch)
+    assert record is not None
+    assert (record.counts.done, record.counts.failed) == (300, 0)
+    assert "put back jobs" in {event["event"] for event in system.log("worker-w1.jsonl")}
+    assert (system.root / "many.jsonl").exists()  # submitted, not dropped: the user's own file stays
+
+
+def test_submit_with_wait_tells_by_its_exit_code_whether_all_went_well(system: System) -> None:
+    system.start("worker", "run")
+    good = [
+        {
+            "custom_id": f"request-{number}",
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {"messages": [{"role": "user", "content": f"question {number}"}], "max_tokens": 8},
+        }
+        for number in (3, 1, 2)
+    ]
+    (system.root / "openai_batch.jsonl").write_text("".join(json.dumps(row) + "\n" for row in good))
+    waited = system.call("producer", "submit", "openai_batch.jsonl", "--wait")
+    assert waited.returncode == 0, waited.stderr
+    assert [row["id"] for row in system.rows("openai_batch.jsonl")] == ["request-3", "request-1", "request-2"]
+
+    with (system.root / "openai_batch.jsonl").open("a") as file:
+        file.write('{"custom_id": "broken", \n')
+    waited = system.call("producer", "submit", "openai_batch.jsonl", "--wait", "--name", "second")
+    assert waited.returncode == 1
+    assert [row["id"] for row in system.rows("second.jsonl")] == ["request-3", "request-1", "request-2"]
+    (error,) = system.rows("second.errors.jsonl")
+    assert (error["line"], error["error"]["code"]) == (4, "bad_json")
+    batch = json.loads(system.call("producer", "status", "--json").stdout)["batches"][0]["batch"]
+    shown = system.call("producer", "failed", batch)
+    assert "bad_json" in shown.stdout
+    assert "make the line one complete JSON object" in shown.stdout
+
+
+def test_generate_answers_one_prompt_without_a_queue(system: System) -> None:
+    answer = ("worker", "generate", "a question", "--max-new-tokens", "24", "--denoise-steps", "20")
+    printed = system.call(*answer)
+    assert printed.returncode == 0, printed.stderr
+    assert "tokens/s" in printed.stderr
+    assert system.call(*answer, "--output-file", "out.txt").stdout == ""
+    assert (system.root / "out.txt").read_text() == printed.stdout
+    assert not system.folders.redis.exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        (["run", "--model", "absent"], "no model 'absent'"),
+        (["generate", "hello", "--rule", "treshold"], "rule"),
+        (["generate", ""], "empty"),
+        (["generate", "hello", "--top-p", "7"], "top_p"),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(system: System, command: list[str], told: str) -> None:
+    answered = system.call("worker", *command)
+    assert answered.returncode in (1, 2)
+    assert told in answered.stderr
+    assert "Traceback" not in answered.stderr
+    assert len(answered.stderr.strip().splitlines()) == 1
+
+
+def test_check_names_what_is_wrong(system: System) -> None:
+    fine = system.call("worker", "check")
+    assert fine.returncode == 0, fine.stdout
+    assert "llama_block_diffusion" in fine.stdout
+    (system.root / "models" / "tiny" / "model.safetensors").unlink()
+    broken = system.call("worker", "check")
+    assert broken.returncode == 1
+    assert "FAIL  model" in broken.stdout
