@@ -91,7 +91,7 @@ def hold(loaded: Loaded, mix: list[Guest], max_rows: int, max_step_tokens: int) 
     assert not finished.keys() & removed
     for which, one in finished.items():
         assert outcome(one) == outcome(alone(loaded, which))
-    assert not engine.runner.slots._where
+    assert len(engine.runner.slots) == 0
 
 
 @cache

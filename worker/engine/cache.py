@@ -55,6 +55,10 @@ class Slots:
         self._classes: dict[int, SlotClass] = {}
         self._where: dict[int, tuple[SlotClass, int]] = {}
 
+    def __len__(self) -> int:
+        """Rows that hold a slot."""
+        return len(self._where)
+
     def reserve(self, row: int, positions: int) -> tuple[SlotClass, int]:
         """The row's slot, moved to a larger class first when it must hold more than before."""
         capacity = capacity_for(positions)

@@ -38,7 +38,14 @@ class Draw:
     uniform: Tensor  # float32 in [0, 1)
 
 
-def predict(hidden: Tensor, head: Tensor, mask_id: int, want_entropy: bool, draw: Draw | None) -> Prediction:
+def predict(
+    hidden: Tensor,
+    head: Tensor,
+    mask_id: int,
+    want_entropy: bool,
+    draw: Draw | None,
+    vocabulary_slice: int = VOCABULARY_SLICE,
+) -> Prediction:
     """hidden (N, d) after the last norm, head (V, d) -> Prediction. The mask id is never predicted.
 
     With running maximum m, s = Σ e^(l-m) and t = Σ e^(l-m) (l-m): confidence = 1/s and entropy = ln s - t/s.
@@ -47,8 +54,8 @@ def predict(hidden: Tensor, head: Tensor, mask_id: int, want_entropy: bool, draw
     top = torch.full((n,), -torch.inf, device=hidden.device)
     x0 = torch.zeros(n, dtype=torch.int64, device=hidden.device)
     s, t = torch.zeros_like(top), torch.zeros_like(top)
-    for start in range(0, head.shape[0], VOCABULARY_SLICE):
-        logits = _logits(hidden, head, mask_id, start)  # (N, slice) float32
+    for start in range(0, head.shape[0], vocabulary_slice):
+        logits = _logits(hidden, head[start : start + vocabulary_slice], mask_id - start)  # (N, slice) float32
         slice_top, slice_x0 = logits.max(-1)
         new_top = torch.maximum(top, slice_top)
         shifted = logits - new_top.unsqueeze(-1)
@@ -70,17 +77,18 @@ def predict(hidden: Tensor, head: Tensor, mask_id: int, want_entropy: bool, draw
     return Prediction(x0, confidence, entropy)
 
 
-def _logits(hidden: Tensor, head: Tensor, mask_id: int, start: int = 0, size: int = VOCABULARY_SLICE) -> Tensor:
-    logits = F.linear(hidden, head[start : start + size]).float()
-    if start <= mask_id < start + size:
-        logits[:, mask_id - start] = -torch.inf
+def _logits(hidden: Tensor, head: Tensor, forbidden: int) -> Tensor:
+    """(N, rows of `head`) float32, -inf at the row `forbidden` where there is one."""
+    logits = F.linear(hidden, head).float()
+    if 0 <= forbidden < head.shape[0]:
+        logits[:, forbidden] = -torch.inf
     return logits
 
 
 def _draw(hidden: Tensor, head: Tensor, mask_id: int, draw: Draw, part: slice, x0: Tensor, confidence: Tensor) -> None:
     """Replace x0 and confidence at `draw.index[part]` by a draw from the tempered, filtered distribution."""
     index = draw.index[part]
-    logits = _logits(hidden[index], head, mask_id, size=head.shape[0])  # (n, V)
+    logits = _logits(hidden[index], head, mask_id)  # (n, V)
     tempered, order = (logits / draw.temperature[part].unsqueeze(-1)).sort(dim=-1, descending=True, stable=True)
     p = tempered.softmax(-1)
     rank = torch.arange(p.shape[-1], device=p.device)
