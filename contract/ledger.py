@@ -236,10 +236,6 @@ class Ledger:
             bits = iter(pipe.execute())
         return [Mark.DONE if done else Mark.FAILED if failed else None for done, failed in zip(bits, bits, strict=True)]
 
-    def start(self, pipe: Pipeline, batch: str, index: int) -> None:
-        """Queue on `pipe`: count a start; the answer is the number of starts that have not ended, this one included."""
-        pipe.hincrby(self.key(batch, "starts"), str(index), 1)
-
     def end_start(self, pipe: Pipeline, batch: str, index: int) -> None:
         """Queue on `pipe`: the row came to an orderly end or was given back; it is no suspect any more."""
         pipe.hdel(self.key(batch, "starts"), str(index))

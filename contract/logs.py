@@ -50,7 +50,10 @@ def set_up(folder: Path, name: str, level: str, max_mb: int, quiet: bool = False
             foreign_pre_chain=shared,
             processors=[
                 structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-                structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()),
+                # Plain, because the default formatter also shows local variables, that is, people's prompts.
+                structlog.dev.ConsoleRenderer(
+                    colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+                ),
             ],
         )
     )

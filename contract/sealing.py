@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import shutil
 import time
@@ -27,6 +26,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
+from uuid import uuid4
 
 from redis import Redis
 from redis.exceptions import LockError
@@ -144,8 +144,9 @@ def _publish(record: Batch, ledger: Ledger, folders: Folders, lease: _Lease) -> 
     done, failed = ledger.bitmap(spec.batch, Mark.DONE), ledger.bitmap(spec.batch, Mark.FAILED)
     with contextlib.ExitStack() as stack:
         merge = stack.enter_context(_Merge(folder, total, done, failed, lease))
+        lease.hold()  # who took over from us may have removed the segments, and nothing was lost
         _admit_losses(merge, record, ledger)
-        parts = [folder / f".{name}.{os.getpid()}.part" for name in ("outputs", "errors", "text")]
+        parts = [folder / f".{name}.{uuid4().hex}.part" for name in ("outputs", "errors", "text")]
         outputs, failures, text = (stack.enter_context(part.open("wb")) for part in parts)
         for index in range(total):
             lease.keep()
@@ -297,7 +298,7 @@ def _put_back(record: Batch, ledger: Ledger, folders: Folders, lease: _Lease) ->
     folder = folders.segments / record.spec.batch
     _remove(folder, lease)
     folder.mkdir(parents=True)
-    part = folder / f".put-back.{os.getpid()}.part"
+    part = folder / f".put-back.{uuid4().hex}.part"
     done, failed = (ledger.bitmap(record.spec.batch, mark) for mark in (Mark.DONE, Mark.FAILED))
     with part.open("wb") as segment:
         for path, bits in ((_outputs_file(record, folders), done), (_errors_file(record, folders), failed)):

@@ -74,6 +74,11 @@ def resolve(settings: Settings) -> str:
         return _running(folder) or _start(folder)
 
 
+def running(settings: Settings) -> bool:
+    """Is this root's own server up already?"""
+    return settings.redis_url is None and settings.folders.redis.is_dir() and _held(settings.folders.redis)
+
+
 def stop(settings: Settings) -> bool:
     """End this root's own server in good order; False when none was running.
 

@@ -11,7 +11,8 @@ A job's way: queue list -> (LMOVE) intermediate list -> started registry, in one
 is popped. From there it is finished (mark, job deleted), retried (scheduled registry), failed (mark, failed registry)
 or given back (front of its queue). A row whose lease runs out returns to the front of its queue, and the start that
 never ended stays counted in the ledger. A row that ran through two crashes is run alone, so that the third one, if it
-comes, names the culprit and not its neighbours; after three it is rejected.
+comes, names the culprit and not its neighbours; after three it is rejected. While it waits to run alone it is leased
+but not started, so that the crash of the one that runs is not counted against those that wait.
 
 Seams of RQ 3.0 that this module stands on (held by tests/worker/test_intake.py): the names of its keys, taken from
 `Queue`, `Job`, `Execution`, `ExecutionRegistry` and the registries; the fields `status`, `meta`, `exc_info` (zlib),
@@ -62,6 +63,10 @@ from contract.settings import WorkerSettings
 
 QUARANTINE = 3
 """Starts that never ended after which a prompt is not started again."""
+SUSPECT = QUARANTINE - 1
+"""Starts that never ended after which a prompt runs alone; counted when it does, not when it is taken."""
+OUR_JOB = re.compile(r"([A-Za-z0-9_-]+)-([0-9]{1,9})", re.ASCII)
+"""Batch and row index in a job's id. A batch names folders, so nothing else may pass."""
 POLL_S = 0.05
 REPAIR_CHUNK = 1_000
 AWAY = (RedisConnectionError, RedisTimeoutError, ReadOnlyError, OutOfMemoryError, NoScriptError)
@@ -173,8 +178,10 @@ class Intake:
         self._worker = BaseWorker(
             self._queues, name=self.name, connection=redis, serializer=JSONSerializer, worker_ttl=1
         )
-        scripts = (_TAKE, _RENEW, _REPAIR, _FINISH, _FAIL, _RETRY, _GIVE_BACK)
-        self._take_script, self._renew_script, self._repair_script, *endings = map(redis.register_script, scripts)
+        scripts = (_TAKE, _START, _RENEW, _REPAIR, _FINISH, _FAIL, _RETRY, _GIVE_BACK)
+        self._take_script, self._start_script, self._renew_script, self._repair_script, *endings = map(
+            redis.register_script, scripts
+        )
         self._finish_script, self._fail_script, self._retry_script, self._give_back_script = endings
         self._guard = threading.Lock()
         self._held: dict[str, Held] = {}
@@ -297,16 +304,27 @@ class Intake:
         if self._alone and self._holds(self._alone):
             return []
         self._alone = None
+        self._parked = [row for row in self._parked if self._holds(row)]
         if not self._parked and room > 0:
             rows = self._pop(room)
-            self._parked = [row for row in rows if row.suspect >= QUARANTINE - 1]
-            if calm := [row for row in rows if row.suspect < QUARANTINE - 1]:
+            self._parked = [row for row in rows if row.suspect >= SUSPECT]
+            if calm := [row for row in rows if row.suspect < SUSPECT]:
                 return calm
-        if self._parked and room > 0 and not self._running():
+        if self._parked and room > 0 and not self._running() and self._start_alone(self._parked[0]):
             self._alone = self._parked.pop(0)
             self._log.warning("runs alone: it ran through crashes", batch=self._alone.batch, index=self._alone.index)
             return [self._alone]
         return []
+
+    def _start_alone(self, row: Taken) -> bool:
+        """Count the start of a suspect; False when it is not ours any more, or nothing can be counted now."""
+        keys = [row.lease.lane.started, self._ledger.key(row.batch, "starts")]
+        try:
+            return bool(self._start_script(keys=keys, args=[row.lease.member, row.index]))
+        except RedisError as error:
+            if not _is_outage(error):
+                raise
+            return False
 
     def _pop(self, room: int) -> list[Taken]:
         keys = [key for lane in self._lanes for key in (lane.waiting, lane.intermediate, lane.started, lane.scheduled)]
@@ -316,7 +334,7 @@ class Intake:
             ExecutionRegistry("%s", self._redis).key,
             *(self._ledger.key("%s", part) for part in (Mark.DONE, Mark.FAILED, "starts")),
         ]
-        fixed = [room, self._settings.lease_s, self.name, self._worker.executions_key, utcformat(now())]
+        fixed = [room, self._settings.lease_s, self.name, self._worker.executions_key, utcformat(now()), SUSPECT]
         try:
             found = self._take_script(keys=keys, args=[*fixed, *patterns, *(uuid4().hex for _ in range(room))])
         except RedisError as error:
@@ -354,7 +372,6 @@ class Intake:
 
     def _read(self, lease: Lease, record: list[bytes] | None, starts: int) -> Held:
         """The prompt in a job's hash, or why it is rejected. Nothing that stands in the hash may raise."""
-        batch, _, index = lease.job_id.rpartition("-")
         payload: dict[str, Any] = {}
         attempts = 0
         try:
@@ -372,8 +389,9 @@ class Intake:
             reason = error
         except Exception as error:  # noqa: BLE001 - rq raises what it likes on a hash that is not a job
             reason = BadPrompt(ErrorCode.BAD_ROW, f"the job is damaged ({type(error).__name__}: {error})"[:500])
-        whole = batch and index.isdecimal() and len(index) < 10
-        return Rejected(batch if whole else "", int(index) if whole else 0, reason, attempts, lease, payload)
+        ours = OUR_JOB.fullmatch(lease.job_id)
+        batch, index = (ours[1], int(ours[2])) if ours else ("", 0)
+        return Rejected(batch, index, reason, attempts, lease, payload)
 
     def _refuse(self, row: Rejected) -> None:
         self._log.error("job rejected", job=row.lease.job_id, batch=row.batch, index=row.index, reason=str(row.error))
@@ -439,8 +457,12 @@ class Intake:
         return self._put_back(taken, started_counts=False)
 
     def _put_back(self, rows: Sequence[Held], started_counts: bool) -> int:
+        counted = [row for row in rows if isinstance(row, Taken) and (row.suspect < SUSPECT or row is self._alone)]
+        taken_back = set() if started_counts else {row.lease.execution_id for row in counted}
+
         def commands(pipe: Pipeline, row: Held) -> None:
-            self._release(pipe, row, self._give_back_script, row.lease.lane.waiting, int(started_counts))
+            uncount = int(row.lease.execution_id in taken_back)
+            self._release(pipe, row, self._give_back_script, row.lease.lane.waiting, uncount)
 
         backwards = sorted(rows, key=lambda row: row.lease.order, reverse=True)  # each is put before the last
         return self._end(backwards, commands)
@@ -629,10 +651,11 @@ end
 """
 
 # KEYS for each queue: waiting, intermediate, started, scheduled.
-# ARGV room, lease seconds, worker, its executions key, time as text; patterns of the keys job, execution, executions,
-# done, failed, starts; an execution id for each place of the room.
-# Returns for each job: queue number, id, execution id, hash or false, done, failed, starts. A job without a hash is
-# dropped. Should the script fail halfway, what it popped lies in the intermediate list and is found by _REPAIR.
+# ARGV room, lease seconds, worker, its executions key, time as text, the most starts that are counted here; patterns of
+# the keys job, execution, executions, done, failed, starts; an execution id for each place of the room.
+# Returns for each job: queue number, id, execution id, hash or false, done, failed, starts with this one. A job
+# without a hash is dropped. Should the script fail halfway, what it popped lies in the intermediate list and is found
+# by _REPAIR.
 _TAKE = (
     _CLOCK
     + _PROMOTE
@@ -641,17 +664,17 @@ local room, lease, worker = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3]
 local taken = {}
 for q = 1, #KEYS, 4 do
   local waiting, intermediate, started = KEYS[q], KEYS[q + 1], KEYS[q + 2]
-  promote(KEYS[q + 3], waiting, ARGV[6], 100)
+  promote(KEYS[q + 3], waiting, ARGV[7], 100)
   while #taken < room do
     local id = redis.call('LMOVE', waiting, intermediate, 'LEFT', 'RIGHT')
     if not id then break end
-    local job = string.format(ARGV[6], id)
+    local job = string.format(ARGV[7], id)
     local hash = redis.pcall('HGETALL', job)
     if hash.err then hash = false end
     if not hash or #hash > 0 then
-      local execution = ARGV[12 + #taken]
+      local execution = ARGV[13 + #taken]
       local member = id .. ':' .. execution
-      local record, executions = string.format(ARGV[7], id, execution), string.format(ARGV[8], id)
+      local record, executions = string.format(ARGV[8], id, execution), string.format(ARGV[9], id)
       redis.call('ZADD', started, now + lease, member)
       redis.call('HSET', record, 'id', execution, 'job_id', id, 'created_at', now, 'last_heartbeat', now,
                  'worker_name', worker)
@@ -667,9 +690,11 @@ for q = 1, #KEYS, 4 do
       local batch, index = string.match(id, '^(.+)%-(%d+)$')
       local done, failed, starts = 0, 0, 1
       if batch and #index < 10 then
-        done = redis.call('GETBIT', string.format(ARGV[9], batch), index)
-        failed = redis.call('GETBIT', string.format(ARGV[10], batch), index)
-        starts = redis.call('HINCRBY', string.format(ARGV[11], batch), index, 1)
+        done = redis.call('GETBIT', string.format(ARGV[10], batch), index)
+        failed = redis.call('GETBIT', string.format(ARGV[11], batch), index)
+        local counted = string.format(ARGV[12], batch)
+        starts = tonumber(redis.call('HGET', counted, index) or 0) + 1
+        if starts <= tonumber(ARGV[6]) then redis.call('HINCRBY', counted, index, 1) end
       end
       taken[#taken + 1] = {(q + 3) / 4, id, execution, hash, done, failed, starts}
     end
@@ -679,6 +704,13 @@ end
 return taken
 """
 )
+
+# Counts the start of a suspect, unless its lease is lost. KEYS started, starts; ARGV member, row index.
+_START = """
+if not redis.call('ZSCORE', KEYS[1], ARGV[1]) then return 0 end
+redis.call('HINCRBY', KEYS[2], ARGV[2], 1)
+return 1
+"""
 
 # KEYS for each row: started, execution, executions. ARGV lease seconds; for each row its member and execution id.
 # Returns the execution ids of the rows whose lease is lost.
@@ -834,12 +866,12 @@ return 1
 """
 )
 
-# target: waiting list. ARGV[5] 1 when the start stays counted.
+# target: waiting list. ARGV[5] 1 when the start is to be taken back.
 _GIVE_BACK = (
     _RELEASE
     + """
 if not release() then return 0 end
-if ARGV[5] == '0' and redis.call('HINCRBY', starts, ARGV[3], -1) <= 0 then redis.call('HDEL', starts, ARGV[3]) end
+if ARGV[5] == '1' and redis.call('HINCRBY', starts, ARGV[3], -1) <= 0 then redis.call('HDEL', starts, ARGV[3]) end
 if over() or not exists() then return 1 end
 redis.pcall('HSET', job, 'status', 'queued')
 redis.pcall('HDEL', job, 'started_at', 'worker_name')
