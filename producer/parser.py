@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import BinaryIO
@@ -53,7 +53,7 @@ def parse(
     cursor: Cursor,
     max_line_bytes: int,
     tick: Callable[[], None] = lambda: None,
-) -> Iterator[Parsed]:
+) -> Generator[Parsed, None, None]:
     """The rows of `stream` (seekable) from `cursor` on, in order.
 
     `tick` is called at least once a line, also while earlier lines are read again: it may raise to end the reading.
@@ -67,7 +67,7 @@ def parse(
 
 def _parse_txt(
     stream: BinaryIO, spec: BatchSpec, cursor: Cursor, limit: int, tick: Callable[[], None]
-) -> Iterator[Parsed]:
+) -> Generator[Parsed, None, None]:
     index = cursor.index
     for line in _lines(stream, cursor, limit, tick):
         row = _txt_row(line, index, spec, limit)
@@ -85,7 +85,7 @@ def _txt_row(line: Line, index: int, spec: BatchSpec, limit: int) -> PromptJob |
     return _job(spec, index, str(index), line.number, prompt, spec.params) if prompt.strip() else None
 
 
-def _parse_file(stream: BinaryIO, spec: BatchSpec, cursor: Cursor, limit: int) -> Iterator[Parsed]:
+def _parse_file(stream: BinaryIO, spec: BatchSpec, cursor: Cursor, limit: int) -> Generator[Parsed, None, None]:
     """The whole file as one prompt."""
     if cursor.index:
         return
@@ -101,7 +101,7 @@ def _parse_file(stream: BinaryIO, spec: BatchSpec, cursor: Cursor, limit: int) -
 
 def _parse_jsonl(
     stream: BinaryIO, spec: BatchSpec, cursor: Cursor, limit: int, tick: Callable[[], None]
-) -> Iterator[Parsed]:
+) -> Generator[Parsed, None, None]:
     """Always reads from the start: ids before the cursor must be known to tell a duplicate after it."""
     index = 0
     with SeenIds() as seen:

@@ -11,7 +11,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import BinaryIO
@@ -81,7 +81,7 @@ class Submission:
         self._lock = ledger.lock(spec.batch, "submit")
         self._renewed = 0.0
         self._source: BinaryIO | None = None
-        self._rows: Iterator[Parsed] = iter(())
+        self._rows: Generator[Parsed, None, None] = (row for row in ())
         self._queue = queues.queue(ledger.redis, spec.model, spec.priority)
         self._errors = SegmentWriter(self._folders, spec.batch, f"producer-{socket.gethostname()}-{os.getpid()}")
 
@@ -103,6 +103,7 @@ class Submission:
     def close(self) -> None:
         """Let go of the batch, for anybody to go on with."""
         if self._source is not None:
+            self._rows.close()  # its list of ids would else stay until it is collected, maybe in another thread
             self._source.close()
             self._source = None
         self._errors.close()

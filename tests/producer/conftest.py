@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,8 @@ from producer.parser import Parsed, parse
 from producer.submitter import submit as submit_claimed
 
 LIMIT = 1 << 16
+PRODUCER = [sys.executable, "-c", "from producer.cli import main; main()"]
+"""The installed command, with the interpreter that runs the tests."""
 
 
 def batch_spec(**values: Any) -> BatchSpec:
