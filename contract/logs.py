@@ -60,7 +60,7 @@ def set_up(folder: Path, name: str, level: str, max_mb: int, quiet: bool = False
     root = logging.getLogger()
     root.handlers = [file, terminal]
     root.setLevel(level.upper())
-    for library in ("rq", "watchdog", "urllib3", "transformers"):
+    for library in ("rq", "rq.worker", "watchdog", "urllib3", "transformers"):
         logging.getLogger(library).setLevel("WARNING")
     structlog.configure(
         processors=[
