@@ -120,7 +120,7 @@ def submit_command(
         session = Session.open(flags, quiet=True, sampling=sampling)
         specs = [spec for file in files if not stop() and (spec := _submit_file(file, name, session, stop))]
         session.tell_if_no_worker()
-        if wait_ and not stop():
+        if wait_:
             _wait_for(specs, session, stop)
         if stop():
             raise typer.Exit(INTERRUPTED)

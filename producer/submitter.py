@@ -81,7 +81,7 @@ class Submission:
         self._lock = ledger.lock(spec.batch, "submit")
         self._renewed = 0.0
         self._source: BinaryIO | None = None
-        self._rows: Generator[Parsed, None, None] = (row for row in ())
+        self._rows: Generator[Parsed, None, None] = _no_rows()
         self._queue = queues.queue(ledger.redis, spec.model, spec.priority)
         self._errors = SegmentWriter(self._folders, spec.batch, f"producer-{socket.gethostname()}-{os.getpid()}")
 
@@ -266,6 +266,10 @@ def _seal_if_complete(spec: BatchSpec, ledger: Ledger, settings: ProducerSetting
     batch = ledger.get(spec.batch)
     if batch and batch.counts.complete:
         sealing.seal(spec.batch, ledger, settings.folders)
+
+
+def _no_rows() -> Generator[Parsed, None, None]:
+    yield from ()
 
 
 def _close(submission: Submission | None) -> None:

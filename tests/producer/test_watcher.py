@@ -1,0 +1,219 @@
+"""A watching producer as it runs, on a folder that people use."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis import Redis
+
+from contract.jobs import PromptJob
+from contract.ledger import BatchState, Ledger
+from contract.paths import Folders
+from contract.settings import ProducerSettings
+from producer import watcher as module
+from producer.watcher import Watcher
+from tests.producer.conftest import PRODUCER
+
+Watching = Callable[..., Any]
+Wait = Callable[..., None]
+Queued = Callable[..., list[PromptJob]]
+
+
+@pytest.fixture
+def watching(redis: Redis, producer_settings: Callable[..., ProducerSettings], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`with watching(): …` has a watcher run in a thread; it stops, and must end, at the end of the block."""
+    monkeypatch.setattr(module, "LEAST_SCAN_S", 0.02)
+
+    @contextmanager
+    def run(**values: Any) -> Iterator[Watcher]:
+        told = threading.Event()
+        watcher = Watcher(producer_settings(**values), Ledger(redis), told.is_set)
+        thread = threading.Thread(target=watcher.run, daemon=True)
+        thread.start()
+        try:
+            yield watcher
+        finally:
+            told.set()
+            thread.join(10)
+            assert not thread.is_alive()
+
+    return run
+
+
+def submitted(ledger: Ledger, count: int) -> Callable[[], bool]:
+    """Are there `count` batches, all of them submitted?"""
+    return lambda: [batch.state for batch in ledger.newest(1000)] == [BatchState.RUNNING] * count
+
+
+def test_a_dropped_file_is_submitted(
+    watching: Watching, folders: Folders, ledger: Ledger, wait_until: Wait, queued: Queued
+) -> None:
+    with watching():
+        (folders.inputs / "a.txt").write_text("one\ntwo\n")
+        wait_until(submitted(ledger, 1))
+    assert [job.prompt for job in queued()] == ["one", "two"]
+    assert not (folders.inputs / "a.txt").exists()
+
+
+def test_an_event_wakes_it_long_before_the_next_scan(
+    watching: Watching, folders: Folders, ledger: Ledger, wait_until: Wait
+) -> None:
+    with watching(scan_s=600) as watcher:
+        wait_until(lambda: watcher._hints._observer is not None and not watcher._wake.is_set())
+        (folders.inputs / "a.txt").write_text("one\n")
+        wait_until(submitted(ledger, 1))
+
+
+def test_scans_find_files_without_any_event(
+    watching: Watching, folders: Folders, ledger: Ledger, wait_until: Wait, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("producer.hints.Hints.check", lambda self: None)
+    with watching():
+        (folders.inputs / "a.txt").write_text("one\n")
+        wait_until(submitted(ledger, 1))
+
+
+def test_a_slow_copy_is_one_batch_with_every_row(
+    watching: Watching, folders: Folders, ledger: Ledger, wait_until: Wait, queued: Queued
+) -> None:
+    with watching(settle_s=1.0, scan_s=0.05), (folders.inputs / "slow.txt").open("w") as stream:
+        for number in range(40):
+            stream.write(f"line {number}\n")
+            stream.flush()
+            threading.Event().wait(0.03)
+        assert ledger.newest() == []
+        stream.close()
+        wait_until(submitted(ledger, 1))
+    assert [job.prompt for job in queued()] == [f"line {number}" for number in range(40)]
+
+
+def test_a_file_renamed_into_place_is_submitted_under_its_last_name(
+    watching: Watching, folders: Folders, ledger: Ledger, wait_until: Wait
+) -> None:
+    with watching():
+        (folders.inputs / "a.txt.part").write_text("one\n")
+        (folders.inputs / "a.txt.part").rename(folders.inputs / "a.txt")
+        wait_until(submitted(ledger, 1))
+    assert ledger.newest()[0].spec.source == "a.txt"
+
+
+def test_two_hundred_files_at_once_are_two_hundred_batches(
+    watching: Watching, folders: Folders, ledger: Ledger, wait_until: Wait, queued: Queued
+) -> None:
+    with watching():
+        for number in range(200):
+            (folders.inputs / f"f{number}.txt").write_text(f"{number}\n")
+        wait_until(submitted(ledger, 200))
+    assert sorted(int(job.prompt or "") for job in queued()) == list(range(200))
+
+
+def test_an_inbox_that_is_deleted_is_made_again_and_watched(
+    watching: Watching, folders: Folders, ledger: Ledger, wait_until: Wait
+) -> None:
+    with watching():
+        (folders.inputs / "a.txt").write_text("one\n")
+        wait_until(submitted(ledger, 1))
+        shutil.rmtree(folders.inputs)
+        wait_until(folders.claimed.exists)
+        (folders.inputs / "b.txt").write_text("two\n")
+        wait_until(submitted(ledger, 2))
+
+
+def test_a_long_file_does_not_keep_a_short_one_waiting(
+    watching: Watching, folders: Folders, ledger: Ledger, wait_until: Wait
+) -> None:
+    with watching(max_queued=10):
+        (folders.inputs / "long.txt").write_text("line\n" * 100)
+        wait_until(lambda: any(batch.counts.submitted == 10 for batch in ledger.newest()))
+        (folders.inputs / "short.txt").write_text("line\n")
+        wait_until(lambda: any(batch.state is BatchState.RUNNING for batch in ledger.newest()))
+    states = {batch.spec.source: batch.state for batch in ledger.newest()}
+    assert states == {"long.txt": BatchState.SUBMITTING, "short.txt": BatchState.RUNNING}
+
+
+def test_a_restart_goes_on_where_the_last_one_stopped(
+    watching: Watching, folders: Folders, ledger: Ledger, wait_until: Wait, queued: Queued
+) -> None:
+    (folders.inputs / "a.txt").write_text("".join(f"line {number}\n" for number in range(95)))
+    with watching(max_queued=40):
+        wait_until(lambda: any(batch.counts.submitted == 40 for batch in ledger.newest()))
+    assert len(queued()) == 40
+    with watching(max_queued=1000):
+        wait_until(submitted(ledger, 1))
+    assert [job.prompt for job in queued()] == [f"line {number}" for number in range(95)]
+
+
+def test_a_killed_watcher_is_continued_by_the_next_one(
+    watching: Watching,
+    redis: Redis,
+    redis_url: str,
+    folders: Folders,
+    ledger: Ledger,
+    wait_until: Wait,
+    queued: Queued,
+) -> None:
+    command = [*PRODUCER, "watch", "--root", str(folders.root), "--redis-url", redis_url]
+    environment = {**os.environ, "DLLM_MAX_QUEUED": "100000", "DLLM_SETTLE_S": "0", "DLLM_SCAN_S": "0.05"}
+    (folders.inputs / "a.txt").write_text("".join(f"line {number}\n" for number in range(6000)))
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment) as dying:
+        wait_until(lambda: any(batch.counts.submitted for batch in ledger.newest()))
+        dying.kill()
+    (batch,) = ledger.newest()
+    assert batch.state is BatchState.SUBMITTING
+    redis.delete(ledger.key(batch.spec.batch, "lock:submit"))  # it would run out by itself
+    with watching(max_queued=100_000):
+        wait_until(submitted(ledger, 1))
+    assert [job.index for job in queued()] == list(range(6000))
+
+
+def test_two_watchers_on_one_folder_submit_every_file_once(
+    watching: Watching, folders: Folders, ledger: Ledger, wait_until: Wait, queued: Queued
+) -> None:
+    with watching(), watching():
+        for number in range(40):
+            (folders.inputs / f"f{number}.txt").write_text(f"{number}\n")
+        wait_until(submitted(ledger, 40))
+    assert sorted(int(job.prompt or "") for job in queued()) == list(range(40))
+
+
+def test_a_file_that_cannot_be_claimed_now_is_claimed_later(
+    watching: Watching,
+    folders: Folders,
+    ledger: Ledger,
+    wait_until: Wait,
+    notices: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real, full = os.rename, threading.Event()
+    full.set()
+
+    def rename(source: Path, target: Path) -> None:
+        if full.is_set():
+            raise OSError(28, "No space left on device")
+        real(source, target)
+
+    monkeypatch.setattr("producer.claims.os.rename", rename)
+    with watching():
+        (folders.inputs / "a.txt").write_text("one\n")
+        wait_until(lambda: any("No space left" in notice["event"] for notice in notices))
+        full.clear()
+        wait_until(submitted(ledger, 1))
+    assert sum("No space left" in notice["event"] for notice in notices) == 1
+
+
+def test_once_submits_all_that_is_ready_and_all_that_was_left_over(
+    folders: Folders, ledger: Ledger, producer_settings: Callable[..., ProducerSettings], queued: Queued
+) -> None:
+    for number in range(module.ACTIVE + 4):
+        (folders.inputs / f"f{number}.txt").write_text(f"{number}\n")
+    Watcher(producer_settings(settle_s=0.1), ledger, lambda: False).run_once()
+    assert len(queued()) == module.ACTIVE + 4
+    assert list(folders.inputs.glob("*.txt")) == []
