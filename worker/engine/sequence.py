@@ -353,13 +353,17 @@ def _room(request: Request, spec: ModelSpec, block_length: int) -> int:
     length, context = len(request.prompt_ids), spec.decoder.max_positions
     if length == 0:
         raise BadPrompt("empty_prompt", "the prompt has no tokens")
+    least = block_length if spec.attention == "causal_context" else 1
+    if least >= context:
+        raise BadPrompt(
+            "bad_params", f"block_length: {block_length} does not fit into the model's context of {context}"
+        )
     room = context - length
-    if spec.attention == "causal_context":
-        room -= room % block_length
+    room -= room % least
     if room < 1:
         raise BadPrompt(
             "prompt_too_long",
             f"the prompt has {length} tokens; the model's context of {context} leaves no room for an answer "
-            f"(longest prompt: {context - block_length} tokens)",
+            f"(longest prompt: {context - least} tokens)",
         )
     return room
