@@ -7,17 +7,18 @@ Settings are frozen once read.
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import yaml
-from pydantic import Field, ValidationError
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import Field, ValidationError, field_validator
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
-from contract.errors import SettingsError, nearest
+from contract.errors import BadPrompt, SettingsError, nearest
 from contract.paths import Folders
-from contract.sampling import SamplingParams
+from contract.sampling import SamplingParams, parse_params
 
 PREFIX = "DLLM_"
 Seconds = Annotated[float, Field(gt=0)]
@@ -67,7 +68,9 @@ class ProducerSettings(Settings):
     file_name: ClassVar[str] = "producer.yaml"
 
     priority: Literal["high", "normal", "low"] = Field("normal", description="queue that a batch goes to")
-    params: SamplingParams = Field(SamplingParams(), description="sampling parameters for rows that do not set them")
+    params: Annotated[SamplingParams, NoDecode] = Field(
+        SamplingParams(), description="sampling parameters for rows that do not set them; in the environment as JSON"
+    )
     txt_mode: Literal["lines", "file"] = Field(
         "lines", description=".txt input: one prompt a line, or the whole file as one prompt"
     )
@@ -78,6 +81,18 @@ class ProducerSettings(Settings):
     max_queued: Count = Field(10_000, description="prompts of one batch that stand in Redis at a time")
     max_queued_mb: Count = Field(64, description="the same in megabytes of prompt text")
     max_line_mb: Count = Field(16, description="a longer input line is an error row")
+
+    @field_validator("params", mode="before")
+    @classmethod
+    def _as_in_a_row(cls, value: Any) -> Any:
+        """The names, aliases and messages that a row's parameters have."""
+        try:
+            values = json.loads(value) if isinstance(value, str) else value
+            return parse_params(values) if isinstance(values, dict) else values
+        except json.JSONDecodeError as error:
+            raise ValueError(f"not readable as JSON: {error}") from None
+        except BadPrompt as error:
+            raise ValueError(str(error)) from None
 
 
 class WorkerSettings(Settings):
@@ -129,9 +144,16 @@ def read(kind: type[S], flags: dict[str, Any] | None = None) -> S:
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])
-        where = file if first["loc"] and first["loc"][0] in from_file else f"--{name} or {PREFIX}{name.upper()}"
+        where = _place(str(first["loc"][0]), given, file if first["loc"][0] in from_file else None)
         message = first["msg"].removeprefix("Value error, ")
         raise SettingsError(f"{where}: {name} = {first['input']!r}: {message}") from None
+
+
+def _place(name: str, given: dict[str, Any], file: Path | None) -> str:
+    """Where a setting's value came from: flags beat the environment, and file values gave way to it before."""
+    if name in given:
+        return f"--{name.replace('_', '-')}"
+    return str(file) if file else f"{PREFIX}{name.upper()}"
 
 
 def _read_file(file: Path, kind: type[Settings]) -> dict[str, Any]:

@@ -1,0 +1,116 @@
+"""Sampling parameters are checked once, and a mistake is named together with what was probably meant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from contract.errors import BadPrompt
+from contract.sampling import ALIASES, SamplingParams, parse_params
+
+
+def fault(values: dict[str, Any], base: SamplingParams | None = None) -> str:
+    with pytest.raises(BadPrompt) as caught:
+        parse_params(values, base)
+    assert caught.value.code == "bad_params"
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("theirs", "ours"), ALIASES.items())
+def test_names_of_other_systems_are_understood(theirs: str, ours: str) -> None:
+    assert getattr(parse_params({theirs: 12}), ours) == 12
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("temprature", "temperature"), ("max_new_token", "max_new_tokens"), ("blocklength", "block_length")],
+)
+def test_an_unknown_parameter_is_named_with_the_nearest_known(name: str, meant: str) -> None:
+    assert fault({name: 1}) == f"unknown parameter '{name}' (did you mean '{meant}'?)"
+
+
+def test_a_name_like_no_other_is_named_alone() -> None:
+    assert fault({"zzz": 1}) == "unknown parameter 'zzz'"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_new_tokens", 0),
+        ("max_new_tokens", 2.5),
+        ("max_new_tokens", "many"),
+        ("max_new_tokens", [3]),
+        ("denoise_steps", 0),
+        ("threshold", 0.0),
+        ("threshold", 1.1),
+        ("entropy_bound", -0.1),
+        ("block_length", 4097),
+        ("temperature", -1),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("top_p", 0),
+        ("top_p", 1.5),
+        ("top_k", -1),
+        ("seed", -1),
+        ("seed", 2**63),
+        ("rule", "fastest"),
+        ("rule", []),
+        ("cache", "all"),
+    ],
+)
+def test_a_value_out_of_range_names_the_parameter(name: str, value: Any) -> None:
+    assert fault({name: value}).startswith(f"{name}: ")
+
+
+@pytest.mark.parametrize("name", ["max_new_tokens", "temperature", "seed"])
+def test_true_is_not_a_number(name: str) -> None:
+    assert fault({name: True}) == f"{name} must be a number, not true"
+
+
+def test_the_limits_themselves_are_allowed() -> None:
+    limits = {"threshold": 1.0, "top_p": 1.0, "top_k": 0, "temperature": 0, "seed": 2**63 - 1, "entropy_bound": 0}
+    assert parse_params(limits).model_dump(exclude_unset=True) == limits
+
+
+def test_null_means_not_given() -> None:
+    base = SamplingParams(temperature=0.5)
+    assert parse_params({"temperature": None, "unheard_of": None}, base) == base
+
+
+def test_a_row_is_laid_over_what_it_inherits() -> None:
+    base = SamplingParams(temperature=0.5, seed=1)
+    params = parse_params({"temperature": 0.0, "max_tokens": 8}, base)
+    assert params == SamplingParams(temperature=0.0, seed=1, max_new_tokens=8)
+    assert base.temperature == 0.5
+
+
+def test_a_nearer_rule_drops_inherited_steps() -> None:
+    params = parse_params({"rule": "threshold"}, SamplingParams(denoise_steps=8))
+    assert (params.rule, params.denoise_steps) == ("threshold", None)
+    kept = parse_params({"temperature": 1}, SamplingParams(denoise_steps=8))
+    assert kept.denoise_steps == 8
+
+
+@pytest.mark.parametrize("name", ["denoise_steps", "steps"])
+def test_nearer_steps_drop_an_inherited_rule(name: str) -> None:
+    params = parse_params({name: 8}, SamplingParams(rule="threshold", threshold=0.9))
+    assert (params.rule, params.denoise_steps, params.threshold) == (None, 8, 0.9)
+    assert params.resolved_rule("threshold") == "fixed_steps"
+
+
+def test_steps_with_another_rule_in_one_place_contradict_each_other() -> None:
+    assert "denoise_steps belongs to rule 'fixed_steps', not 'threshold'" in fault({"steps": 8, "rule": "threshold"})
+    assert parse_params({"steps": 8, "rule": "fixed_steps"}).denoise_steps == 8
+
+
+def test_the_rule_is_the_named_one_else_that_of_the_steps_else_the_models() -> None:
+    assert SamplingParams(rule="left_to_right").resolved_rule("threshold") == "left_to_right"
+    assert SamplingParams(denoise_steps=2).resolved_rule("threshold") == "fixed_steps"
+    assert SamplingParams().resolved_rule("threshold") == "threshold"
+
+
+def test_parameters_are_frozen() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        SamplingParams().seed = 1  # type: ignore[misc]
