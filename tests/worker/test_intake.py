@@ -708,9 +708,26 @@ def test_rq_info_shows_the_worker_and_loses_nothing(
     assert indices(one.take(8)) == [1, 2]
 
 
-def test_a_stock_worker_says_what_to_run_instead_and_loses_nothing(
-    redis: Redis, submit: Callable[..., str], caplog: pytest.LogCaptureFixture
+def test_rq_info_puts_rows_of_dead_workers_back_with_their_attempts(
+    redis: Redis, redis_url: str, submit: Callable[..., str], quiet: Any
 ) -> None:
+    submit(2)
+    one = quiet()
+    assert all(one.retry(row, FAILURE) for row in one.take(2))
+    rows = one.take(1, wait_s=20) + one.take(1, wait_s=20)
+    assert [row.attempt for row in rows] == [2, 2]
+    expire_leases(redis)
+    command = [str(Path(sys.executable).with_name("rq")), "info", "--url", redis_url]
+    subprocess.run(command, capture_output=True, text=True, check=True)
+    assert sorted(standing(redis)) == ["b-0", "b-1"]
+    rows = quiet().take(2)
+    assert [(row.attempt, row.suspect, row.job.prompt is not None) for row in rows] == [(2, 1, True), (2, 1, True)]
+
+
+def test_a_stock_worker_says_what_to_run_instead_and_loses_nothing(
+    redis: Redis, submit: Callable[..., str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.tasks.PAUSE_S", 0)
     submit(1)
     stock = SimpleWorker([demo(redis)], connection=redis, serializer=JSONSerializer)
     stock.work(burst=True, max_jobs=1)
