@@ -16,11 +16,14 @@ from typing import Any
 import pytest
 from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
+from rq import Queue, Retry
 
 from contract import sealing, segments
-from contract.jobs import ErrorRow, PromptJob
+from contract.jobs import ErrorRow, Message, PromptJob
 from contract.ledger import BatchSpec, BatchState, Cursor, Ledger, Mark
 from contract.paths import Folders
+from contract.queues import FAILURE_TTL_S, RETRIES, TASK, enqueuing, queue
+from contract.sampling import SamplingParams
 from contract.settings import ProducerSettings
 from producer.claims import Claims
 from producer.parser import parse
@@ -106,6 +109,47 @@ def test_a_batch_without_one_readable_row_is_published_at_once(
     assert (folders.outputs / "own.jsonl").read_text() == ""
     assert len((folders.outputs / "own.errors.jsonl").read_text().splitlines()) == 3
     assert (folders.processed / "own.jsonl").exists()
+
+
+def test_queued_jobs_are_what_rq_itself_would_write(redis: Redis) -> None:
+    prompts = [
+        PromptJob(batch="b", index=0, line=1, id="\u00fc", prompt='"\U0001f600"\n', submitted_at=1.5),
+        PromptJob(batch="b", index=1, line=2, id="x", messages=(TURN,), params=SamplingParams(seed=3), submitted_at=2),
+    ]
+    target = queue(redis, "demo", "normal")
+    by_rq = [
+        Queue.prepare_data(
+            TASK,
+            args=(prompt.model_dump(mode="json", exclude_defaults=True),),
+            job_id=prompt.job_id,
+            description=f"b row {prompt.index}",
+            result_ttl=0,
+            failure_ttl=FAILURE_TTL_S,
+            timeout=-1,
+            retry=Retry(max=RETRIES),
+        )
+        for prompt in prompts
+    ]
+    target.enqueue_many(by_rq)
+    wanted = stored(target)
+    redis.flushall()
+    with redis.pipeline() as pipe:
+        enqueuing(target, prompts)(pipe)
+        pipe.execute()
+    assert stored(target) == wanted
+    assert Queue.all(connection=redis, serializer=target.serializer) == [target]
+
+
+TURN = Message(role="user", content="hi")
+
+
+def stored(target: Queue) -> list[tuple[object, ...]]:
+    """Everything about the queued jobs but when they were made."""
+    timeless = ("created_at", "enqueued_at", "data")
+    return [
+        (job.id, job.func_name, job.args, job.kwargs, {k: v for k, v in job.to_dict().items() if k not in timeless})
+        for job in target.jobs
+    ]
 
 
 # Room
