@@ -110,13 +110,18 @@ def _open_weights(folder: Path, spec: ModelSpec, stack: ExitStack) -> Callable[[
 def _weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ModelLoadError(f"{index} is not an index of shards: no readable 'weight_map'") from None
         files = [folder / name for name in names]
     else:
         files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelLoadError(f"{folder}: no *.safetensors file")
     missing = [file.name for file in files if not file.is_file()]
-    if missing or not files:
-        raise ModelLoadError(f"{folder}: {', '.join(missing) or 'no *.safetensors file'} missing")
+    if missing:
+        raise ModelLoadError(f"{folder}: {', '.join(missing)} missing")
     return files
 
 

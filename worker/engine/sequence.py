@@ -355,9 +355,7 @@ def _room(request: Request, spec: ModelSpec, block_length: int) -> int:
         raise BadPrompt("empty_prompt", "the prompt has no tokens")
     least = block_length if spec.attention == "causal_context" else 1
     if least >= context:
-        raise BadPrompt(
-            "bad_params", f"block_length: {block_length} does not fit into the model's context of {context}"
-        )
+        raise BadPrompt("bad_params", f"block_length: {block_length} does not fit into a context of {context}")
     room = context - length
     room -= room % least
     if room < 1:

@@ -14,7 +14,7 @@ FAMILIES = {architecture: family for family in (llama_block, llada) for architec
 def model_spec(config: dict[str, Any]) -> ModelSpec:
     """The spec of a checkpoint from its `config.json`.
 
-    Raises ModelLoadError for an unknown family (with the nearest known name) or a missing field.
+    Raises ModelLoadError for an unknown family (with the nearest known name), or a field that is missing or impossible.
     """
     architecture = next(iter(config.get("architectures") or []), None)
     if architecture not in FAMILIES:
@@ -23,6 +23,20 @@ def model_spec(config: dict[str, Any]) -> ModelSpec:
             f"unknown model family '{architecture}'{nearest(str(architecture), FAMILIES)}; known are: {known}"
         )
     try:
-        return FAMILIES[architecture].spec(config)
+        spec = FAMILIES[architecture].spec(config)
     except KeyError as field:
         raise ModelLoadError(f"config.json of family '{architecture}' lacks the field {field}") from None
+    _check(spec)
+    return spec
+
+
+def _check(spec: ModelSpec) -> None:
+    """Refuse what would fail, or never end, only once prompts run."""
+    shape = spec.decoder
+    for name, token in (("mask_token_id", spec.mask_id), *(("eos_token_id", stop) for stop in spec.stop_ids)):
+        if not isinstance(token, int) or not 0 <= token < shape.vocab_size:
+            raise ModelLoadError(f"config.json: {name} {token} is not in the vocabulary of {shape.vocab_size}")
+    if spec.mask_id in spec.stop_ids:
+        raise ModelLoadError(f"config.json: token {spec.mask_id} cannot be both mask_token_id and eos_token_id")
+    if shape.heads % shape.kv_heads:
+        raise ModelLoadError(f"config.json: {shape.heads} heads cannot share {shape.kv_heads} key and value heads")
