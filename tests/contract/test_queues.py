@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 from redis import Redis
-from rq import Queue
+from rq import Queue, Retry
 from rq.job import Job
 from rq.registry import FailedJobRegistry, StartedJobRegistry
+from rq.serializers import JSONSerializer
 
 from contract import queues
 from contract.errors import PromptFailure
@@ -82,6 +83,36 @@ def test_a_job_is_json_and_never_pickle(redis: Redis, target: Queue) -> None:
     assert (function, instance, values) == ("worker.tasks.denoise", None, {})
     assert PromptJob.model_validate(args[0]) == job(0, params=SamplingParams(seed=7), prompt="ünï")
     assert not any(value.startswith(b"\x80") for value in record.values())
+
+
+def test_what_is_queued_is_what_rq_itself_would_queue(redis: Redis, target: Queue) -> None:
+    wanted = job(0, prompt="ünï", params=SamplingParams(temperature=0.5))
+    run(redis, enqueuing(target, [wanted]))
+    target.enqueue_many(
+        [
+            Queue.prepare_data(
+                queues.TASK,
+                args=(wanted.model_dump(mode="json", exclude_defaults=True),),
+                job_id="by-rq",
+                description="b row 0",
+                result_ttl=0,
+                failure_ttl=queues.FAILURE_TTL_S,
+                timeout=-1,
+                retry=Retry(max=queues.RETRIES),
+            )
+        ]
+    )
+    ours, theirs = (redis.hgetall(Job.key_for(job_id)) for job_id in ("b-0", "by-rq"))
+    for record in (ours, theirs):
+        assert JSONSerializer.loads(zlib.decompress(record.pop(b"data")))[2] == [
+            wanted.model_dump(mode="json", exclude_defaults=True)
+        ]
+        assert record.pop(b"created_at") <= record.pop(b"enqueued_at")
+    assert {name: value for name, value in theirs.items() if value} == {
+        name: value for name, value in ours.items() if value
+    }
+    assert target.job_ids == ["b-0", "by-rq"]
+    assert Queue.all(connection=redis, serializer=JSONSerializer) == [target]
 
 
 def test_jobs_stand_in_the_order_of_their_rows_and_have_their_names(redis: Redis, target: Queue) -> None:
