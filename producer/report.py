@@ -14,7 +14,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from contract import queues, segments
-from contract.errors import UsageError, nearest
+from contract.errors import DllmError, UsageError, nearest
 from contract.jobs import Priority
 from contract.ledger import Batch, BatchState, Ledger, Mark
 from contract.paths import Folders
@@ -157,17 +157,29 @@ def outputs(batch: Batch, ledger: Ledger, folders: Folders) -> Iterator[bytes]:
 
 
 def _outputs_so_far(batch: Batch, ledger: Ledger, folders: Folders) -> Iterator[bytes]:
-    """Rows marked done, from the segments; eight bytes of memory a row."""
+    """Rows marked done, from the segments; eight bytes of memory a row. The batch may be published at any moment."""
     done = ledger.bitmap(batch.spec.batch, Mark.DONE)
     files = segments.files(folders.segments / batch.spec.batch)
-    places = _places(files, len(done) * 8)
-    for index, place in enumerate(places):
-        if place >= 0 and done[index >> 3] >> (7 - (index & 7)) & 1:
-            with files[place >> OFFSET_BITS].open("rb") as stream:
-                stream.seek(place & ((1 << OFFSET_BITS) - 1))
-                row = json.loads(stream.readline())
-            del row["index"]
-            yield json.dumps(row, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+    try:
+        places = _places(files, len(done) * 8)
+        now = ledger.get(batch.spec.batch)
+        if now is not None and now.state is BatchState.DONE:
+            yield from outputs(now, ledger, folders)
+            return
+        for index, place in enumerate(places):
+            if place >= 0 and done[index >> 3] >> (7 - (index & 7)) & 1:
+                yield _row(files[place >> OFFSET_BITS], place & ((1 << OFFSET_BITS) - 1))
+    except FileNotFoundError:
+        raise DllmError("the batch was published just now: ask again for its published rows") from None
+
+
+def _row(file: Path, offset: int) -> bytes:
+    """A segment's row as it will be published."""
+    with file.open("rb") as stream:
+        stream.seek(offset)
+        row = json.loads(stream.readline())
+    del row["index"]
+    return json.dumps(row, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
 
 
 def _places(files: Sequence[Path], count: int) -> array[int]:

@@ -24,6 +24,7 @@ from contract.paths import Folders
 from contract.queues import queue
 from contract.segments import SegmentWriter
 from contract.settings import ProducerSettings
+from producer import report
 from producer.cli import app
 from producer.watcher import Watcher
 from tests.producer.conftest import PRODUCER
@@ -361,6 +362,18 @@ def test_results_come_in_input_order_while_the_batch_runs_and_after(run: Run, fi
     assert [row["output"] for row in rows] == ["output 0", "output 1", "output 3"]
     assert all("index" not in row for row in rows)
     assert "published: " in done.stderr
+
+
+def test_results_of_a_batch_published_at_that_moment_are_the_published_ones(
+    run: Run, file: Path, finish: Finish, ledger: Ledger, folders: Folders
+) -> None:
+    batch = submitted(run, file)
+    finish(batch, (0, 1), seal=False)
+    before = ledger.get(batch)
+    assert before is not None
+    finish(batch, (3,))
+    rows = [json.loads(row)["output"] for row in report.outputs(before, ledger, folders)]
+    assert rows == ["output 0", "output 1", "output 3"]
 
 
 def test_results_can_be_written_to_a_file(run: Run, file: Path, finish: Finish, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -99,3 +100,16 @@ def test_reading_goes_on_from_any_cursor_with_the_same_rows(parsed: Callable[...
 def test_a_whole_txt_is_not_read_twice(parsed: Callable[..., list[Parsed]]) -> None:
     (only,) = parsed("text", kind="txt", txt_mode="file")
     assert parsed("text", only.cursor, kind="txt", txt_mode="file") == []
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.parametrize(
+    ("name", "jobs", "errors"),
+    [("plain.jsonl", 6, 0), ("openai_batch.jsonl", 6, 0), ("questions.txt", 6, 0), ("broken.jsonl", 4, 2)],
+)
+def test_the_examples_are_what_they_claim_to_be(rows: Rows, name: str, jobs: int, errors: int) -> None:
+    found = rows((EXAMPLES / name).read_bytes(), kind=name.rsplit(".", 1)[1], source=name)
+    assert sum(isinstance(row, PromptJob) for row in found) == jobs
+    assert sum(isinstance(row, ErrorRow) for row in found) == errors
