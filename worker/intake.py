@@ -301,6 +301,8 @@ class Intake:
     def _take_now(self, room: int) -> list[Taken]:
         """One look at the queues. A suspect waits, leased, until nothing else runs, and then runs alone."""
         self._flush()
+        if self._postponed:
+            return []
         if self._alone and self._holds(self._alone):
             return []
         self._alone = None
@@ -376,6 +378,8 @@ class Intake:
         attempts = 0
         try:
             job = Job(lease.job_id, connection=self._redis, serializer=JSONSerializer)
+            if record == []:
+                raise BadPrompt(ErrorCode.BAD_ROW, "the job's record was deleted from Redis: submit the prompt again")
             job.restore(dict(zip(record[::2], record[1::2], strict=True)) if record else {})
             attempts = int(job.meta.get("attempts", 0))
             payload = dict(job.args[0])
@@ -511,10 +515,13 @@ class Intake:
         return [answers[place] == 1 for place in last]
 
     def _flush(self) -> None:
-        """Run what could not be run while the server was away."""
+        """Run what could not be run while the server was away; at the first sign that it still is, keep the rest."""
         postponed, self._postponed = self._postponed, []
-        for rows, commands in postponed:
+        for place, (rows, commands) in enumerate(postponed, start=1):
             self._end(rows, commands)
+            if self._postponed:
+                self._postponed += postponed[place:]
+                return
 
     # Holding
 
@@ -641,10 +648,8 @@ local function promote(scheduled, waiting, job_key, limit)
   for _, id in ipairs(due) do
     local job = string.format(job_key, id)
     redis.call('ZREM', scheduled, id)
-    if redis.call('EXISTS', job) == 1 then
-      redis.pcall('HSET', job, 'status', 'queued')
-      redis.call('RPUSH', waiting, id)
-    end
+    if redis.call('EXISTS', job) == 1 then redis.pcall('HSET', job, 'status', 'queued') end
+    redis.call('RPUSH', waiting, id)
   end
   return #due
 end
@@ -653,9 +658,8 @@ end
 # KEYS for each queue: waiting, intermediate, started, scheduled.
 # ARGV room, lease seconds, worker, its executions key, time as text, the most starts that are counted here; patterns of
 # the keys job, execution, executions, done, failed, starts; an execution id for each place of the room.
-# Returns for each job: queue number, id, execution id, hash or false, done, failed, starts with this one. A job
-# without a hash is dropped. Should the script fail halfway, what it popped lies in the intermediate list and is found
-# by _REPAIR.
+# Returns for each job: queue number, id, execution id, hash or false, done, failed, starts with this one.
+# Should the script fail halfway, what it popped lies in the intermediate list and is found by _REPAIR.
 _TAKE = (
     _CLOCK
     + _PROMOTE
@@ -671,33 +675,31 @@ for q = 1, #KEYS, 4 do
     local job = string.format(ARGV[7], id)
     local hash = redis.pcall('HGETALL', job)
     if hash.err then hash = false end
-    if not hash or #hash > 0 then
-      local execution = ARGV[13 + #taken]
-      local member = id .. ':' .. execution
-      local record, executions = string.format(ARGV[8], id, execution), string.format(ARGV[9], id)
-      redis.call('ZADD', started, now + lease, member)
-      redis.call('HSET', record, 'id', execution, 'job_id', id, 'created_at', now, 'last_heartbeat', now,
-                 'worker_name', worker)
-      redis.call('PEXPIRE', record, math.ceil(lease * 1000))
-      redis.call('ZADD', executions, now + lease + 60, execution)
-      redis.call('PEXPIRE', executions, math.ceil(lease * 1000) + 60000)
-      redis.call('SADD', ARGV[4], member)
-      redis.call('PEXPIRE', ARGV[4], math.ceil(lease * 1000) + 60000)
-      if hash then
-        redis.call('HSET', job, 'status', 'started', 'worker_name', worker, 'started_at', ARGV[5],
-                   'last_heartbeat', ARGV[5])
-      end
-      local batch, index = string.match(id, '^(.+)%-(%d+)$')
-      local done, failed, starts = 0, 0, 1
-      if batch and #index < 10 then
-        done = redis.call('GETBIT', string.format(ARGV[10], batch), index)
-        failed = redis.call('GETBIT', string.format(ARGV[11], batch), index)
-        local counted = string.format(ARGV[12], batch)
-        starts = tonumber(redis.call('HGET', counted, index) or 0) + 1
-        if starts <= tonumber(ARGV[6]) then redis.call('HINCRBY', counted, index, 1) end
-      end
-      taken[#taken + 1] = {(q + 3) / 4, id, execution, hash, done, failed, starts}
+    local execution = ARGV[13 + #taken]
+    local member = id .. ':' .. execution
+    local record, executions = string.format(ARGV[8], id, execution), string.format(ARGV[9], id)
+    redis.call('ZADD', started, now + lease, member)
+    redis.call('HSET', record, 'id', execution, 'job_id', id, 'created_at', now, 'last_heartbeat', now,
+               'worker_name', worker)
+    redis.call('PEXPIRE', record, math.ceil(lease * 1000))
+    redis.call('ZADD', executions, now + lease + 60, execution)
+    redis.call('PEXPIRE', executions, math.ceil(lease * 1000) + 60000)
+    redis.call('SADD', ARGV[4], member)
+    redis.call('PEXPIRE', ARGV[4], math.ceil(lease * 1000) + 60000)
+    if hash and #hash > 0 then
+      redis.call('HSET', job, 'status', 'started', 'worker_name', worker, 'started_at', ARGV[5],
+                 'last_heartbeat', ARGV[5])
     end
+    local batch, index = string.match(id, '^(.+)%-(%d+)$')
+    local done, failed, starts = 0, 0, 1
+    if batch and #index < 10 then
+      done = redis.call('GETBIT', string.format(ARGV[10], batch), index)
+      failed = redis.call('GETBIT', string.format(ARGV[11], batch), index)
+      local counted = string.format(ARGV[12], batch)
+      starts = tonumber(redis.call('HGET', counted, index) or 0) + 1
+      if starts <= tonumber(ARGV[6]) then redis.call('HINCRBY', counted, index, 1) end
+    end
+    taken[#taken + 1] = {(q + 3) / 4, id, execution, hash, done, failed, starts}
     redis.call('LREM', intermediate, -1, id)
   end
 end
@@ -754,8 +756,7 @@ end
 
 local function put_back(id)
   local job = string.format(ARGV[3], id)
-  if redis.call('EXISTS', job) == 0 then return end
-  redis.pcall('HSET', job, 'status', 'queued')
+  if redis.call('EXISTS', job) == 1 then redis.pcall('HSET', job, 'status', 'queued') end
   redis.call('LPUSH', waiting, id)
 end
 
@@ -767,8 +768,8 @@ for place = #expired, 1, -1 do
     redis.call('DEL', string.format(ARGV[4], id, execution))
     redis.call('ZREM', string.format(ARGV[5], id), execution)
     local status = redis.pcall('HGET', string.format(ARGV[3], id), 'status')
-    -- Any other status was set by whoever put the job elsewhere already.
-    if (type(status) == 'table' or status == 'started') and not leased(id) then put_back(id) end
+    -- Any other status was set by whoever put the job elsewhere already; without one the job is damaged or gone.
+    if (type(status) ~= 'string' or status == 'started') and not leased(id) then put_back(id) end
   end
 end
 
@@ -859,8 +860,8 @@ _RETRY = (
     + """
 if not release() then return 0 end
 redis.call('HDEL', starts, ARGV[3])
-if over() or not exists() then return 1 end
-redis.call('HSET', job, 'status', ARGV[6], 'meta', ARGV[7])
+if over() then return 1 end
+if exists() then redis.call('HSET', job, 'status', ARGV[6], 'meta', ARGV[7]) end
 redis.call('ZADD', target, now + tonumber(ARGV[5]), id)
 return 1
 """
@@ -872,9 +873,11 @@ _GIVE_BACK = (
     + """
 if not release() then return 0 end
 if ARGV[5] == '1' and redis.call('HINCRBY', starts, ARGV[3], -1) <= 0 then redis.call('HDEL', starts, ARGV[3]) end
-if over() or not exists() then return 1 end
-redis.pcall('HSET', job, 'status', 'queued')
-redis.pcall('HDEL', job, 'started_at', 'worker_name')
+if over() then return 1 end
+if exists() then
+  redis.pcall('HSET', job, 'status', 'queued')
+  redis.pcall('HDEL', job, 'started_at', 'worker_name')
+end
 redis.call('LPUSH', target, id)
 return 1
 """

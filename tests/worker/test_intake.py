@@ -193,13 +193,6 @@ def test_a_busy_worker_does_not_linger(submit: Callable[..., str], quiet: Any, m
     assert [row.batch for row in one.take(8)] == ["late"]
 
 
-def test_a_job_whose_record_is_gone_is_dropped(redis: Redis, submit: Callable[..., str], quiet: Any) -> None:
-    submit(2)
-    redis.delete(Job.key_for("b-0"))
-    assert indices(quiet().take(8)) == [1]
-    assert started(redis) == ["b-1"]
-
-
 @pytest.mark.parametrize("mark", [Mark.DONE, Mark.FAILED])
 def test_rows_that_ended_already_are_not_run_again(
     redis: Redis, ledger: Ledger, submit: Callable[..., str], quiet: Any, mark: Mark
@@ -618,6 +611,49 @@ def test_a_damaged_job_is_rejected_and_harms_no_neighbour(
     assert ledger.marks([("b", 0)]) == [Mark.FAILED]
     assert started(redis) == ["b-1"]
     one.maintain()
+
+
+@pytest.mark.parametrize("where", ["waiting", "started", "scheduled", "given back"])
+def test_a_row_whose_job_was_deleted_ends_as_an_error(
+    redis: Redis, ledger: Ledger, submit: Callable[..., str], quiet: Any, where: str
+) -> None:
+    submit(1)
+    one = quiet()
+    if where == "waiting":
+        redis.delete(Job.key_for("b-0"))
+    else:
+        rows = one.take(1)
+        if where == "started":
+            redis.delete(Job.key_for("b-0"))
+            crash(redis, quiet())
+        elif where == "scheduled":
+            one.retry(rows[0], FAILURE)
+            redis.delete(Job.key_for("b-0"))
+        else:
+            redis.delete(Job.key_for("b-0"))
+            one.give_back(rows)
+    other = quiet(name="other")
+    assert other.take(1, wait_s=20) == []
+    (rejected,) = other.rejected()
+    assert "deleted" in str(rejected.error)
+    assert other.fail(rejected)
+    assert ledger.marks([("b", 0)]) == [Mark.FAILED]
+    assert list(redis.scan_iter("rq:job:*")) == []
+    assert other.is_empty()
+
+
+def test_a_row_that_ended_leaves_nothing_behind_when_its_id_stands_in_the_queue_again(
+    redis: Redis, submit: Callable[..., str], quiet: Any
+) -> None:
+    submit(1)
+    one = quiet()
+    one.finish(one.take(1))
+    redis.rpush(demo(redis).key, "b-0")
+    assert one.take(1) == []
+    assert one.rejected() == []
+    assert one.is_empty()
+    assert list(redis.scan_iter("rq:job:*")) == []
+    assert starts(redis) == {}
 
 
 def put_payload(redis: Redis, job_id: str, change: Callable[[dict[str, Any]], object]) -> None:

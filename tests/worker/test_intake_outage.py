@@ -106,6 +106,40 @@ def test_rows_that_end_while_the_server_is_away_are_recorded_when_it_is_back(
         assert intake.is_empty()
 
 
+class CountingBackoff(NoBackoff):
+    """Counts what was asked of a server that was away."""
+
+    asked = 0
+
+    def compute(self, failures: int) -> float:
+        self.asked += failures == 1
+        return 0
+
+
+def test_an_absent_server_is_asked_once_at_a_time_however_much_is_to_be_recorded(
+    own_server: OwnServer,
+    redis: Redis,
+    ledger: Ledger,
+    submit: Callable[..., str],
+    worker_settings: Callable[..., WorkerSettings],
+    wait_until: Callable[..., None],
+) -> None:
+    submit(20)
+    intake = Intake(redis, ledger, worker_settings(lease_s=30.0))
+    rows = intake.take(20)
+    own_server.kill()
+    assert sum(intake.finish([row]) for row in rows) == 20
+    backoff = CountingBackoff()
+    redis.set_retry(Retry(backoff, retries=1))
+    assert intake.take(20) == []
+    # RQ's clients may ask for a connection and for its check: what counts is that it is not twenty times.
+    assert 1 <= backoff.asked <= 2
+    own_server.start()
+    wait_until(lambda: answers(redis))
+    assert intake.take(20) == []
+    assert ledger.get("b").counts == Counts(total=20, submitted=20, done=20, failed=0)  # type: ignore[union-attr]
+
+
 def test_leases_live_through_an_outage_shorter_than_they_are(
     own_server: OwnServer,
     redis: Redis,
