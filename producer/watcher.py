@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from contract import sealing
-from contract.ledger import BatchSpec, Ledger
+from contract import logs, sealing
+from contract.ledger import LOCK_S, BatchSpec, Ledger
 from contract.settings import ProducerSettings
 from producer.claims import Claims, Look
 from producer.hints import Hints
@@ -22,7 +23,7 @@ from producer.notices import Notices
 from producer.submitter import OUTAGES, Progress, Submission, pause_after, wait
 
 ACTIVE = 16
-"""Batches submitted in turn; each holds an open file and its list of ids. The rest waits for its turn."""
+"""Batches submitted in turn; each holds an open file and its list of ids. The rest wait until one of them ends."""
 LEAST_SCAN_S = 0.2
 """However many events come in, scans are this far apart."""
 FULL_S = 0.1
@@ -43,7 +44,7 @@ class Watcher:
         self._hints = Hints(settings.folders.inputs, self._wake)
         self._notices = Notices()
         self._active: dict[str, Submission] = {}
-        self._tried: dict[str, float] = {}
+        self._waiting: deque[BatchSpec] = deque()
         self._last_scan = float("-inf")
         self._outages = 0
 
@@ -62,22 +63,24 @@ class Watcher:
         try:
             self._inbox.look()
             wait(self.settings.settle_s if self._inbox.unsettled else 0.0, self.stop)
-            while not self.stop() and self._patiently(self._scan) is None:
-                pass
-            while not self.stop():
-                if not self._active and self._patiently(self._try_more) is False:
-                    return
-                if not self._patiently(self._submit):
+            advanced: bool | None = None
+            while not self.stop() and (advanced is None or self._active or self._waiting):
+                # An outage has dropped what was under way: another scan finds it.
+                advanced = self._patiently(self._scan if advanced is None else self._submit)
+                if advanced is False:
                     wait(FULL_S, self.stop)
+            self._patiently(self._tell_what_is_left)
         finally:
             self._close()
 
-    def _try_more(self) -> bool:
-        """Take up batches that had no turn yet; False when there are none."""
+    def _tell_what_is_left(self) -> bool:
+        """A killed producer's batches are taken over only when its locks have run out."""
         for spec in self.claims.pending():
-            if spec.batch not in self._tried:
-                self._activate(spec)
-        return bool(self._active)
+            reason = (
+                "stopped" if self.stop() else f"another producer has it, or was killed less than {LOCK_S:.0f} s ago"
+            )
+            logs.get(batch=spec.batch).warning("not submitted to its end", file=spec.source, reason=reason)
+        return True
 
     def _turn(self) -> bool:
         """One scan if it is due, one chunk of each batch. True when there is more to do at once."""
@@ -106,10 +109,7 @@ class Watcher:
         self.settings.folders.create()
         for file, look in self._inbox.look():
             self._claim(file, look)
-        pending = self.claims.pending()
-        self._tried = {spec.batch: self._tried[spec.batch] for spec in pending if spec.batch in self._tried}
-        for spec in sorted(pending, key=lambda spec: self._tried.get(spec.batch, 0.0)):
-            self._activate(spec)
+        self._waiting = deque(spec for spec in self.claims.pending() if spec.batch not in self._active)
         sealing.seal_ready(self.ledger, self.settings.folders)
         return True
 
@@ -123,13 +123,15 @@ class Watcher:
                 str(file), f"cannot be claimed: {error.strerror}; tried again on each scan", file=file.name
             )
 
-    def _activate(self, spec: BatchSpec) -> None:
-        if spec.batch not in self._active and len(self._active) < ACTIVE:
-            self._tried[spec.batch] = time.monotonic()
+    def _activate(self) -> None:
+        """Give waiting batches, the oldest first, the places of those that ended."""
+        while self._waiting and len(self._active) < ACTIVE:
+            spec = self._waiting.popleft()
             self._active[spec.batch] = Submission(spec, self.ledger, self.settings, self.stop)
 
     def _submit(self) -> bool:
         """One chunk of each active batch; False when all of them wait for room."""
+        self._activate()
         advanced = False
         for batch, submission in list(self._active.items()):
             if self.stop():
@@ -138,7 +140,7 @@ class Watcher:
             advanced |= progress is Progress.ADVANCED
             if progress in (None, Progress.FINISHED, Progress.LET_GO):
                 del self._active[batch]
-        return advanced
+        return advanced or bool(self._waiting and len(self._active) < ACTIVE)
 
     def _step(self, submission: Submission) -> Progress | None:
         """None when the batch's files cannot be read or written now; the next scan tries again."""
@@ -174,10 +176,10 @@ class Watcher:
                 return
 
     def _drop(self) -> None:
-        for batch, submission in self._active.items():
+        for submission in self._active.values():
             submission.close()
-            self._tried.pop(batch, None)
         self._active.clear()
+        self._waiting.clear()
 
     def _close(self) -> None:
         self._drop()

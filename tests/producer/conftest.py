@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from redis import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
 from structlog.testing import capture_logs
 
 from contract import sealing
@@ -32,6 +33,23 @@ def batch_spec(**values: Any) -> BatchSpec:
     usual: dict[str, Any] = {"batch": "b", "source": "in.jsonl", "output": "b", "kind": "jsonl", "model": "demo"}
     usual |= {"priority": "normal", "params": SamplingParams(), "created_at": time.time()}
     return BatchSpec(**{**usual, **values})
+
+
+class Faulty(Ledger):
+    """A ledger whose connection breaks: `before` and `after` say at which calls of `advance`, counted from 0."""
+
+    def __init__(self, redis: Redis, before: tuple[int, ...] = (), after: tuple[int, ...] = ()) -> None:
+        super().__init__(redis)
+        self.before, self.after, self.calls = before, after, -1
+
+    def advance(self, *args: Any, **values: Any) -> bool:
+        self.calls += 1
+        if self.calls in self.before:
+            raise RedisConnectionError("gone before")
+        moved = super().advance(*args, **values)
+        if self.calls in self.after:
+            raise RedisConnectionError("gone after")
+        return moved
 
 
 @pytest.fixture

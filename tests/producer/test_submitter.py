@@ -28,7 +28,7 @@ from contract.settings import ProducerSettings
 from producer.claims import Claims
 from producer.parser import parse
 from producer.submitter import CHUNK_ROWS, Progress, Submission, submit
-from tests.producer.conftest import PRODUCER, batch_spec
+from tests.producer.conftest import PRODUCER, Faulty, batch_spec
 
 Settings = Callable[..., ProducerSettings]
 Submitted = Callable[..., tuple[BatchSpec, list[ErrorRow]]]
@@ -223,23 +223,6 @@ def test_submitting_holds_one_chunk_however_large_the_file(
 
 
 # Deaths and outages
-
-
-class Faulty(Ledger):
-    """A ledger whose connection breaks: `before` and `after` say at which calls of `advance`, counted from 0."""
-
-    def __init__(self, redis: Redis, before: tuple[int, ...] = (), after: tuple[int, ...] = ()) -> None:
-        super().__init__(redis)
-        self.before, self.after, self.calls = before, after, -1
-
-    def advance(self, *args: Any, **values: Any) -> bool:
-        self.calls += 1
-        if self.calls in self.before:
-            raise RedisConnectionError("gone before")
-        moved = super().advance(*args, **values)
-        if self.calls in self.after:
-            raise RedisConnectionError("gone after")
-        return moved
 
 
 @pytest.mark.parametrize("faults", [{"before": (0,)}, {"before": (1, 2)}, {"after": (0, 1)}, {"after": (2,)}])

@@ -19,8 +19,9 @@ from contract.ledger import BatchState, Ledger
 from contract.paths import Folders
 from contract.settings import ProducerSettings
 from producer import watcher as module
+from producer.claims import Claims, Look
 from producer.watcher import Watcher
-from tests.producer.conftest import PRODUCER
+from tests.producer.conftest import PRODUCER, Faulty
 
 Watching = Callable[..., Any]
 Wait = Callable[..., None]
@@ -113,6 +114,16 @@ def test_two_hundred_files_at_once_are_two_hundred_batches(
             (folders.inputs / f"f{number}.txt").write_text(f"{number}\n")
         wait_until(submitted(ledger, 200))
     assert sorted(int(job.prompt or "") for job in queued()) == list(range(200))
+
+
+def test_more_files_than_are_submitted_in_turn_need_one_scan_only(
+    watching: Watching, folders: Folders, ledger: Ledger, wait_until: Wait, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("producer.hints.Hints.check", lambda self: None)
+    for number in range(module.ACTIVE * 3):
+        (folders.inputs / f"f{number}.txt").write_text(f"{number}\n")
+    with watching(scan_s=600):
+        wait_until(submitted(ledger, module.ACTIVE * 3))
 
 
 def test_an_inbox_that_is_deleted_is_made_again_and_watched(
@@ -209,6 +220,21 @@ def test_a_file_that_cannot_be_claimed_now_is_claimed_later(
     assert sum("No space left" in notice["event"] for notice in notices) == 1
 
 
+def test_once_outlasts_an_outage(
+    folders: Folders,
+    redis: Redis,
+    producer_settings: Callable[..., ProducerSettings],
+    queued: Queued,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("producer.submitter.LONGEST_PAUSE_S", 0.01)
+    for number in range(module.ACTIVE + 4):
+        (folders.inputs / f"f{number}.txt").write_text(f"{number}\n")
+    ledger = Faulty(redis, before=(3, 9), after=(5,))
+    Watcher(producer_settings(), ledger, lambda: False).run_once()
+    assert sorted(int(job.prompt or "") for job in queued()) == list(range(module.ACTIVE + 4))
+
+
 def test_once_submits_all_that_is_ready_and_all_that_was_left_over(
     folders: Folders, ledger: Ledger, producer_settings: Callable[..., ProducerSettings], queued: Queued
 ) -> None:
@@ -217,3 +243,20 @@ def test_once_submits_all_that_is_ready_and_all_that_was_left_over(
     Watcher(producer_settings(settle_s=0.1), ledger, lambda: False).run_once()
     assert len(queued()) == module.ACTIVE + 4
     assert list(folders.inputs.glob("*.txt")) == []
+
+
+def test_once_tells_which_batches_it_left_to_another_producer(
+    folders: Folders,
+    ledger: Ledger,
+    producer_settings: Callable[..., ProducerSettings],
+    notices: list[dict[str, Any]],
+) -> None:
+    (folders.inputs / "a.txt").write_text("one\n")
+    settings = producer_settings()
+    spec = Claims(settings, ledger).take(folders.inputs / "a.txt", Look.at(folders.inputs / "a.txt"))
+    assert spec is not None
+    assert ledger.lock(spec.batch, "submit").acquire()
+    Watcher(settings, ledger, lambda: False).run_once()
+    (notice,) = (notice for notice in notices if notice["log_level"] == "warning")
+    assert notice["event"] == "not submitted to its end"
+    assert "another producer has it" in notice["reason"]
