@@ -7,7 +7,7 @@ repeated, so a crash anywhere is finished by the next one who looks:
              failed its last error; memory is eight bytes a row, and the lines are copied from disk to disk
     publish  `{output}.errors.jsonl` and `{output}.txt`, then `{output}.jsonl`: who sees the last sees the others
     move     the source from `batch_inputs/.claimed/{batch}/` to `batch_processed/`
-    close    the batch in the ledger, and only then remove its segments
+    close    the batch in the ledger; a while later its segments are removed
 
 Published rows are the segments' rows without their internal first field, `index`. It can be had back, because the
 n-th published row is the n-th row so marked in the ledger; `retry` relies on that when it puts a published batch's
@@ -46,6 +46,8 @@ OPEN_SEGMENTS = 64
 MANIFEST = "batch.json"
 PUT_BACK = "00-published.jsonl"
 WAIT_S = 10.0
+SYNCED_S = 10.0
+"""By then Redis has what it was told on its disk."""
 REOPEN_CHUNK = 1_000
 
 
@@ -72,22 +74,27 @@ def seal(batch: str, ledger: Ledger, folders: Folders) -> bool:
 
     False when the batch is not complete, is published already, or is being sealed by someone else.
     """
+    if not _sealable(ledger.get(batch)):  # most calls end here, without a lease that might keep out a later one
+        return False
     with _lease(ledger, batch) as lease:
         record = ledger.get(batch) if lease else None
-        if lease is None or record is None or record.state is BatchState.DONE or not record.counts.complete:
+        if lease is None or record is None or not _sealable(record):
             return False
         try:
             _publish(record, ledger, folders, lease)
             _put_source_away(folders.claimed / batch, folders.processed)
             lease.hold()
             ledger.close(batch)
-            _remove(folders.segments / batch, lease)
         except _LeaseLost:
             logs.get(batch=batch).warning("sealing took too long and was taken over by another process")
             return False
     counts = record.counts
     logs.get(batch=batch).info("batch published", output=record.spec.output, done=counts.done, failed=counts.failed)
     return True
+
+
+def _sealable(record: Batch | None) -> bool:
+    return record is not None and record.state is not BatchState.DONE and record.counts.complete
 
 
 def errors(batch: str, ledger: Ledger, folders: Folders) -> Iterator[ErrorRow]:
@@ -272,12 +279,16 @@ def _put_source_away(claimed: Path, processed: Path) -> None:
 
 
 def _clear_leftovers(ledger: Ledger, folders: Folders) -> None:
-    """Remove segments of published batches: a crash, or a worker that had lost its lease, left them."""
+    """Remove segments of batches that were published a while ago.
+
+    Not at once: a Redis that syncs its file every second may forget, with the power, that a batch was closed and its
+    last rows marked. It is then published again, and needs its segments.
+    """
     if not folders.segments.is_dir():
         return
     names = sorted(path.name for path in folders.segments.iterdir())
     for record in ledger.get_many(names) if names else []:
-        if record.state is not BatchState.DONE:
+        if record.state is not BatchState.DONE or time.time() - (record.finished_at or 0.0) < SYNCED_S:
             continue
         with _lease(ledger, record.spec.batch) as lease, contextlib.suppress(_LeaseLost):
             current = ledger.get(record.spec.batch) if lease else None

@@ -24,6 +24,11 @@ from contract.settings import WorkerSettings
 from worker.intake import Intake
 
 
+@pytest.fixture(autouse=True)
+def _cleared_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sealing, "SYNCED_S", 0.0)
+
+
 class Crash(BaseException):
     """The process dies here."""
 
@@ -71,7 +76,7 @@ def published(folders: Folders) -> dict[str, bytes]:
         str(path.relative_to(folders.root)): path.read_bytes()
         for root in roots
         for path in root.rglob("*.*")
-        if path.is_file()
+        if path.is_file() and folders.segments not in path.parents
     }
 
 
@@ -81,7 +86,8 @@ def published(folders: Folders) -> dict[str, bytes]:
 def test_rows_of_several_segments_are_published_in_index_order(
     mixed: Callable[..., str], ledger: Ledger, folders: Folders
 ) -> None:
-    assert sealing.seal(mixed(), ledger, folders)
+    batch = mixed()
+    assert sealing.seal_ready(ledger, folders) == [batch]
     assert outputs(folders) == ["output 0", "output 2", "output 4"]
     errors = lines(folders.outputs / "b.errors.jsonl")
     assert [(row["id"], row["line"], row["error"]["code"]) for row in errors] == [
@@ -209,6 +215,23 @@ def test_the_source_is_put_away_without_overwriting(
 # Crashes
 
 
+def test_a_server_that_forgot_its_last_second_gets_the_same_batch_again(
+    mixed: Callable[..., str], ledger: Ledger, folders: Folders, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The power went after publishing, before Redis had synced the last marks and the closing."""
+    monkeypatch.setattr(sealing, "SYNCED_S", 10.0)
+    batch = mixed()
+    remembered = {key: redis.dump(key) for key in redis.keys("dllm:*")}
+    sealing.seal_ready(ledger, folders)
+    before = published(folders)
+    redis.flushall()
+    for key, value in remembered.items():
+        redis.restore(key, 0, value)
+    sealing.seal_ready(ledger, folders)
+    assert ledger.get(batch).state is BatchState.DONE
+    assert published(folders) == before
+
+
 STEPS: list[tuple[Any, str, int]] = [
     (Ledger, "bitmap", 0),
     (sealing, "_admit_losses", 0),
@@ -251,7 +274,7 @@ def test_a_crash_at_any_step_leads_to_the_same_end(
     with monkeypatch.context() as dying:
         dying.setattr(owner, name, crashing)
         with pytest.raises(Crash):
-            sealing.seal(batch, ledger, folders)
+            sealing.seal_ready(ledger, folders)
     sealing.seal_ready(ledger, folders)
     assert ledger.get(batch).state is BatchState.DONE
     found = published(folders)

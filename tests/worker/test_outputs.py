@@ -183,11 +183,13 @@ def test_a_batch_retried_after_publishing_gets_a_new_segment(
     submit: Callable[..., str],
     completion: Callable[..., Any],
     redis: Redis,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     batch = submit(1)
     outputs.write([(batch, completion(0))])
     mark(ledger, batch, 0)
-    assert sealing.seal(batch, ledger, folders)  # by another process
+    monkeypatch.setattr(sealing, "SYNCED_S", 0.0)
+    assert sealing.seal_ready(ledger, folders) == [batch]  # by another process
     outputs.write([(batch, completion(0, "again"))])
     assert found(folders) == [0]
 
