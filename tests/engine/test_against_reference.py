@@ -15,6 +15,7 @@ from worker.engine.models.decoder import Decoder
 LENGTHS = (1, 2, 5, 17, 40, 140)  # the last one outgrows the smallest cache slot
 RULES = (
     ("fixed_steps", 7),
+    ("fixed_steps", 14),  # three steps for a block of three masks and an opened slot
     ("fixed_steps", 30),
     ("threshold", 0.9),
     ("threshold", 0.6),
