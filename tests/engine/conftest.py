@@ -12,7 +12,7 @@ from tests import checkpoints
 from worker.engine import Loaded, load
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
     """Matrices this small only lose time to a second thread."""
     before = torch.get_num_threads()
