@@ -105,7 +105,7 @@ class Completion(BaseModel):
     model: str
     params: dict[str, Any] = Field(description="the sampling parameters as they were applied, seed included")
     timing: dict[str, float] = Field(description="queued_s, denoise_s")
-    denoise: dict[str, float] = Field(description="steps, forwards, tokens_per_forward")
+    denoise: dict[str, int | float] = Field(description="steps, forwards, tokens_per_forward")
     worker: str
 
 

@@ -18,14 +18,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import shutil
 import time
-from array import array
-from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 from uuid import uuid4
 
 from redis import Redis
@@ -36,13 +33,10 @@ from contract import logs, paths, segments
 from contract.errors import DllmError, UsageError
 from contract.jobs import ErrorCode, ErrorDetail, ErrorRow
 from contract.ledger import LOCK_S, Batch, BatchState, Ledger, Mark
+from contract.merging import Merge, set_bits, without_index
 from contract.paths import Folders
 from contract.queues import failed_jobs, queue, requeuing
 
-NOWHERE = -1
-OFFSET_BITS = 44
-"""A location is `segment number << 44 | byte offset`: half a million segments of 16 TB each."""
-OPEN_SEGMENTS = 64
 MANIFEST = "batch.json"
 PUT_BACK = "00-published.jsonl"
 WAIT_S = 10.0
@@ -107,8 +101,8 @@ def errors(batch: str, ledger: Ledger, folders: Folders) -> Iterator[ErrorRow]:
         for index, text in _published(_errors_file(record, folders), failed):
             yield ErrorRow.model_validate({"index": index, **json.loads(text)})
         return
-    with _Merge(folders.segments / batch, record.counts.submitted, b"", failed) as merge:
-        for index in _set_bits(failed):
+    with Merge(folders.segments / batch, record.counts.submitted, b"", failed) as merge:
+        for index in set_bits(failed):
             row = merge.line(index)
             yield ErrorRow.model_validate_json(row) if row else _lost(index)
 
@@ -150,7 +144,7 @@ def _publish(record: Batch, ledger: Ledger, folders: Folders, lease: _Lease) -> 
     folder.mkdir(parents=True, exist_ok=True)
     done, failed = ledger.bitmap(spec.batch, Mark.DONE), ledger.bitmap(spec.batch, Mark.FAILED)
     with contextlib.ExitStack() as stack:
-        merge = stack.enter_context(_Merge(folder, total, done, failed, lease))
+        merge = stack.enter_context(Merge(folder, total, done, failed, lease.keep))
         lease.hold()  # who took over from us may have removed the segments, and nothing was lost
         _admit_losses(merge, record, ledger)
         parts = [folder / f".{name}.{uuid4().hex}.part" for name in ("outputs", "errors", "text")]
@@ -160,7 +154,7 @@ def _publish(record: Batch, ledger: Ledger, folders: Folders, lease: _Lease) -> 
             row = merge.line(index)
             ok = row is not None and merge.kind(index) is Mark.DONE
             row = row or segments.line(_lost(index))
-            (outputs if ok else failures).write(_without_index(row))
+            (outputs if ok else failures).write(without_index(row))
             if spec.kind == "txt":
                 text.write(_readable(json.loads(row), whole_file=spec.txt_mode == "file"))
         any_failed = failures.tell() > 0
@@ -174,62 +168,7 @@ def _publish(record: Batch, ledger: Ledger, folders: Folders, lease: _Lease) -> 
     paths.publish(parts[0], _outputs_file(record, folders))
 
 
-class _Merge:
-    """Where each ended row of a batch lies among its segments. Eight bytes a row, whatever the rows' size."""
-
-    def __init__(self, folder: Path, total: int, done: bytes, failed: bytes, lease: _Lease | None = None) -> None:
-        self._files = segments.files(folder)
-        self._done = done
-        self._failed = failed
-        self._streams: OrderedDict[int, BinaryIO] = OrderedDict()
-        self._places = array("q", [NOWHERE]) * total
-        for number, path in enumerate(self._files):
-            for row in segments.rows(path):
-                if lease:
-                    lease.keep()
-                if row.index < total and self._wanted(row):
-                    self._places[row.index] = number << OFFSET_BITS | row.offset
-
-    def _wanted(self, row: segments.SegmentRow) -> bool:
-        """The first output of a row that is done, the last error of a row that failed."""
-        if row.kind is Mark.DONE:
-            return _bit(self._done, row.index) and self._places[row.index] == NOWHERE
-        return _bit(self._failed, row.index)
-
-    def kind(self, index: int) -> Mark:
-        return Mark.DONE if _bit(self._done, index) else Mark.FAILED
-
-    def missing(self, mark: Mark) -> list[int]:
-        """Rows with that mark which are in no segment."""
-        return [index for index, place in enumerate(self._places) if place == NOWHERE and self.kind(index) is mark]
-
-    def line(self, index: int) -> bytes | None:
-        """The row's line, or None when it is in no segment."""
-        place = self._places[index] if index < len(self._places) else NOWHERE
-        if place == NOWHERE:
-            return None
-        stream = self._stream(place >> OFFSET_BITS)
-        stream.seek(place & ((1 << OFFSET_BITS) - 1))
-        return stream.readline()
-
-    def _stream(self, number: int) -> BinaryIO:
-        """The segment, open; the least recently read one is closed when there are too many."""
-        if number not in self._streams:
-            if len(self._streams) >= OPEN_SEGMENTS:
-                self._streams.popitem(last=False)[1].close()
-            self._streams[number] = self._files[number].open("rb")
-        self._streams.move_to_end(number)
-        return self._streams[number]
-
-    def __enter__(self) -> _Merge:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        while self._streams:
-            self._streams.popitem()[1].close()
-
-
-def _admit_losses(merge: _Merge, record: Batch, ledger: Ledger) -> None:
+def _admit_losses(merge: Merge, record: Batch, ledger: Ledger) -> None:
     """A row that ended but is on no disk any more gets an error row; the ledger is told, so that it agrees."""
     batch = record.spec.batch
     lost_outputs, lost_errors = merge.missing(Mark.DONE), merge.missing(Mark.FAILED)
@@ -243,15 +182,6 @@ def _admit_losses(merge: _Merge, record: Batch, ledger: Ledger) -> None:
 def _lost(index: int) -> ErrorRow:
     detail = ErrorDetail(code=ErrorCode.WORKER_CRASHED, message="the row ended, but its record was lost from the disk")
     return ErrorRow(index=index, id=str(index), line=0, prompt=None, error=detail)
-
-
-def _without_index(text: bytes) -> bytes:
-    stripped, found = re.subn(rb'^\{"index": ?\d+, ?', b"{", text, count=1)
-    if found:
-        return stripped
-    row = json.loads(text)
-    del row["index"]
-    return json.dumps(row, ensure_ascii=False).encode() + b"\n"
 
 
 def _readable(row: dict[str, Any], whole_file: bool) -> bytes:
@@ -322,7 +252,7 @@ def _put_back(record: Batch, ledger: Ledger, folders: Folders, lease: _Lease) ->
 
 def _published(path: Path, bits: bytes) -> Iterator[tuple[int, bytes]]:
     """Each published row with its index: the n-th row is the n-th one marked in `bits`."""
-    indices = _set_bits(bits)
+    indices = set_bits(bits)
     changed = UsageError(f"{path} is not as it was published: put the original back, or submit the rows as a new batch")
     with contextlib.ExitStack() as stack:
         for text in stack.enter_context(path.open("rb")) if path.exists() else ():
@@ -340,17 +270,6 @@ def _outputs_file(record: Batch, folders: Folders) -> Path:
 
 def _errors_file(record: Batch, folders: Folders) -> Path:
     return folders.outputs / f"{record.spec.output}.errors.jsonl"
-
-
-def _bit(bits: bytes, index: int) -> bool:
-    """Bit `index` of a Redis bitmap: the most significant bit of a byte comes first."""
-    return index >> 3 < len(bits) and bool(bits[index >> 3] >> (7 - (index & 7)) & 1)
-
-
-def _set_bits(bits: bytes) -> Iterator[int]:
-    for place, byte in enumerate(bits):
-        if byte:
-            yield from (place << 3 | bit for bit in range(8) if byte >> (7 - bit) & 1)
 
 
 # The lease

@@ -5,24 +5,21 @@ Reads the ledger, the queues and the output folders, changes nothing and prints 
 
 from __future__ import annotations
 
-import json
 import time
-from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from contract import queues, segments
-from contract.errors import DllmError, UsageError, nearest
+from contract import queues
+from contract.errors import UsageError, nearest
 from contract.jobs import Priority
 from contract.ledger import Batch, BatchState, Ledger, Mark
+from contract.merging import Merge, set_bits, without_index
 from contract.paths import Folders
 
 KNOWN = 1_000
 """Batches among which the nearest to a mistyped id is sought."""
-OFFSET_BITS = 44
-"""Where a row lies: `segment number << 44 | byte offset`."""
 
 
 class BatchReport(BaseModel):
@@ -157,39 +154,13 @@ def outputs(batch: Batch, ledger: Ledger, folders: Folders) -> Iterator[bytes]:
 
 
 def _outputs_so_far(batch: Batch, ledger: Ledger, folders: Folders) -> Iterator[bytes]:
-    """Rows marked done, from the segments; eight bytes of memory a row. The batch may be published at any moment."""
+    """Rows marked done, from the segments. The batch may be published at any moment, which the segments outlive."""
     done = ledger.bitmap(batch.spec.batch, Mark.DONE)
-    files = segments.files(folders.segments / batch.spec.batch)
-    try:
-        places = _places(files, len(done) * 8)
-        now = ledger.get(batch.spec.batch)
-        if now is not None and now.state is BatchState.DONE:
-            yield from outputs(now, ledger, folders)
-            return
-        for index, place in enumerate(places):
-            if place >= 0 and done[index >> 3] >> (7 - (index & 7)) & 1:
-                yield _row(files[place >> OFFSET_BITS], place & ((1 << OFFSET_BITS) - 1))
-    except FileNotFoundError:
-        raise DllmError("the batch was published just now: ask again for its published rows") from None
-
-
-def _row(file: Path, offset: int) -> bytes:
-    """A segment's row as it will be published."""
-    with file.open("rb") as stream:
-        stream.seek(offset)
-        row = json.loads(stream.readline())
-    del row["index"]
-    return json.dumps(row, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
-
-
-def _places(files: Sequence[Path], count: int) -> array[int]:
-    """Where the first output of each index lies, or -1."""
-    places = array("q", [-1]) * count
-    for number, file in enumerate(files):
-        for row in segments.rows(file):
-            if row.kind is Mark.DONE and row.index < count and places[row.index] < 0:
-                places[row.index] = number << OFFSET_BITS | row.offset
-    return places
+    with Merge(folders.segments / batch.spec.batch, len(done) * 8, done, b"") as merge:
+        for index in set_bits(done):
+            row = merge.line(index)
+            if row is not None:
+                yield without_index(row)
 
 
 def _worker(info: queues.WorkerInfo) -> WorkerReport:

@@ -13,7 +13,7 @@ import pytest
 from redis import Redis
 from rq.job import Job
 
-from contract import paths, sealing
+from contract import merging, paths, sealing
 from contract.errors import PromptFailure, UsageError
 from contract.jobs import ErrorCode, Row
 from contract.ledger import BatchState, Counts, Ledger, Mark
@@ -151,7 +151,7 @@ def test_more_segments_than_may_be_open_at_once_are_merged(
     folders: Folders,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sealing, "OPEN_SEGMENTS", 2)
+    monkeypatch.setattr(merging, "OPEN_SEGMENTS", 2)
     batch = submit(9)
     for index in range(9):
         write(batch, f"w{index % 5}", completion(index))
@@ -327,16 +327,16 @@ def test_a_sealer_that_was_taken_over_touches_nothing_more(
     mixed: Callable[..., str], ledger: Ledger, folders: Folders, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = mixed()
-    merge = sealing._Merge
+    merge = sealing.Merge
 
     def stalled(*args: Any) -> Any:
         """Before the first sealer reads the segments, its lease runs out and another one does all the work."""
-        monkeypatch.setattr(sealing, "_Merge", merge)
+        monkeypatch.setattr(sealing, "Merge", merge)
         redis.delete(ledger.key(batch, "lock:seal"))
         assert sealing.seal(batch, ledger, folders)
         return merge(*args)
 
-    monkeypatch.setattr(sealing, "_Merge", stalled)
+    monkeypatch.setattr(sealing, "Merge", stalled)
     assert not sealing.seal(batch, ledger, folders)
     assert ledger.get(batch).counts == Counts(total=5, submitted=5, done=3, failed=2)
     assert outputs(folders) == ["output 0", "output 2", "output 4"]
