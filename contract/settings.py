@@ -107,7 +107,7 @@ class WorkerSettings(Settings):
     prompt_format: Literal["chat", "raw"] = Field(
         "chat", description="chat: a plain prompt becomes a user turn of the model's chat template; raw: as it is"
     )
-    threads: int = Field(0, ge=0, description="CPU threads; 0: all cores")
+    threads: int = Field(0, ge=0, description="CPU threads; 0: all cores, on a shared machine set fewer")
     max_rows: Count = Field(32, description="prompts denoised together")
     max_step_tokens: Count = Field(2048, description="positions in one forward; longer prompts prefill in chunks")
     linger_ms: int = Field(50, ge=0, description="an idle worker that sees a first job waits this long for more")
