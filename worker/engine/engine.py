@@ -6,9 +6,7 @@ decides tokens, rows take them, and those that ended leave. Rows enter and leave
 
 from __future__ import annotations
 
-import time
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
 
 from contract.errors import PromptFailure
 from worker.engine.models.decoder import Decoder
@@ -16,28 +14,28 @@ from worker.engine.models.spec import ModelSpec
 from worker.engine.runner import ModelRunner
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import Finished, Request, Row, State, admit
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """Running totals since the engine started; differences between two readings describe a stretch of work."""
-
-    steps: int = 0
-    seconds: float = 0.0
-    rows: int = 0  # summed over steps
-    positions: int = 0  # computed by linear layers
-    attention_cells: int = 0  # query-key pairs that were wanted
-    attention_padded: int = 0  # query-key pairs that were computed
+from worker.engine.stats import EngineStats, Stopwatch, step_stats
 
 
 class Engine:
-    """Denoises any mix of rows together. Not thread-safe: one thread adds and steps."""
+    """Denoises any mix of rows together. Not thread-safe: one thread adds and steps.
 
-    def __init__(self, spec: ModelSpec, decoder: Decoder, max_rows: int = 32, max_step_tokens: int = 2048) -> None:
+    `exact_timing` makes the seconds in `stats` true on a GPU too, at the price of waiting for it within each step.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        decoder: Decoder,
+        max_rows: int = 32,
+        max_step_tokens: int = 2048,
+        exact_timing: bool = False,
+    ) -> None:
         self.spec = spec
         self.runner = ModelRunner(spec, decoder)
         self.scheduler = Scheduler(max_rows, max_step_tokens)
         self.stats = EngineStats()
+        self._exact_timing = exact_timing
         self._next_key = 0
 
     def add(self, request: Request) -> None:
@@ -60,18 +58,21 @@ class Engine:
 
     def step(self) -> list[Finished]:
         """One forward over the scheduled rows; the rows that ended with it."""
-        started = time.perf_counter()
+        watch = Stopwatch(self.runner.decoder.device, self._exact_timing)
         chosen = self.scheduler.step()
         if not chosen:
             return []
         rows, spans = [row for row, _ in chosen], [span for _, span in chosen]
-        for row, span, tokens in zip(rows, spans, self.runner.run(rows, spans), strict=True):
+        for row, span, tokens in zip(rows, spans, self.runner.run(rows, spans, watch), strict=True):
             if -1 in tokens:
                 row.fail(PromptFailure("model_error", "the model computed something that is not a number"))
             else:
                 row.receive(span, tokens)
-        self._count(rows, sum(len(span.tokens) for span in spans), time.perf_counter() - started)
-        return [self._retire(row) for row in self.scheduler.retire()]
+        ended = [self._retire(row) for row in self.scheduler.retire()]
+        watch.lap("host")
+        attention = self.runner.last_attention
+        self.stats += step_stats(spans, attention.cells, attention.padded_cells, watch)
+        return ended
 
     def remove(self, request_id: Hashable) -> bool:
         """Drop a row without a result (it was given back or cancelled); False when it is not here."""
@@ -84,15 +85,3 @@ class Engine:
         assert row.state is State.FINISHED
         self.runner.release(row)
         return row.finished()
-
-    def _count(self, rows: list[Row], positions: int, seconds: float) -> None:
-        attention = self.runner.last_attention
-        self.stats = replace(
-            self.stats,
-            steps=self.stats.steps + 1,
-            seconds=self.stats.seconds + seconds,
-            rows=self.stats.rows + len(rows),
-            positions=self.stats.positions + positions,
-            attention_cells=self.stats.attention_cells + attention.cells,
-            attention_padded=self.stats.attention_padded + attention.padded_cells,
-        )

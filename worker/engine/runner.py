@@ -19,6 +19,7 @@ from worker.engine.models.decoder import Decoder
 from worker.engine.models.spec import ModelSpec
 from worker.engine.sampling import Draw, Prediction, predict, uniform
 from worker.engine.sequence import Row, Span
+from worker.engine.stats import Stopwatch
 from worker.engine.unmasking import RULES
 
 ALONE = 64
@@ -33,16 +34,17 @@ class ModelRunner:
         self.decoder = decoder
         self.slots = Slots(spec.decoder, decoder.dtype, decoder.device)
 
-    def run(self, rows: Items[Row], spans: Items[Span]) -> list[list[int | None]]:
+    def run(self, rows: Items[Row], spans: Items[Span], watch: Stopwatch) -> list[list[int | None]]:
         """One forward over `spans`; for each row the accepted token of each of its targets, or None.
 
         A prediction that is not a number comes back as -1: the row must be failed.
         """
         with torch.inference_mode():
-            hidden = self._forward(rows, spans)
+            hidden = self._forward(rows, spans, watch)
+            watch.lap("forward")
             if not any(span.targets for span in spans):
                 return [[] for _ in spans]
-            return self._decide(rows, spans, hidden)
+            return self._decide(rows, spans, hidden, watch)
 
     def release(self, row: Row) -> None:
         """Free the row's keys and values."""
@@ -52,25 +54,28 @@ class ModelRunner:
     def _tensor(self, values: Items[int] | Items[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype).to(self.decoder.device, non_blocking=True)
 
-    def _forward(self, rows: Items[Row], spans: Items[Span]) -> Tensor:
+    def _forward(self, rows: Items[Row], spans: Items[Span], watch: Stopwatch) -> Tensor:
         """Hidden states (N, d) at the targets of all spans, in order."""
         for row, span in zip(rows, spans, strict=True):
             self.slots.reserve(row.key, span.end)
         self.last_attention = attention = AttentionPlan(self, rows, spans)
         tokens = self._tensor([token for span in spans for token in span.tokens], torch.int64)
         positions = self._tensor([p for span in spans for p in range(span.start, span.end)], torch.int64)
-        hidden = self.decoder.hidden(tokens, positions, attention)  # (T, d)
         wanted, first = [], 0
         for span in spans:
             wanted += [first + target.offset for target in span.targets]
             first += len(span.tokens)
-        return self.decoder.last_norm(hidden.index_select(0, self._tensor(wanted, torch.int64)))
+        at_targets = self._tensor(wanted, torch.int64)
+        watch.lap("host")
+        hidden = self.decoder.hidden(tokens, positions, attention)  # (T, d)
+        return self.decoder.last_norm(hidden.index_select(0, at_targets))
 
-    def _decide(self, rows: Items[Row], spans: Items[Span], hidden: Tensor) -> list[list[int | None]]:
+    def _decide(self, rows: Items[Row], spans: Items[Span], hidden: Tensor, watch: Stopwatch) -> list[list[int | None]]:
         needs_entropy = any(RULES[row.plan.rule].needs_entropy for row in rows)
         prediction = predict(hidden, self.decoder.head, self.spec.mask_id, needs_entropy, self._draws(rows, spans))
         # One transfer to the host per step: token where accepted, -2 where not, -1 where not a number.
         decided = self._accept(rows, spans, prediction).tolist()
+        watch.lap("logits")
         out: list[list[int | None]] = []
         first = 0
         for span in spans:

@@ -75,6 +75,12 @@ class Span:
     tokens: list[int]
     visible: list[int]
     targets: list[Target]
+    needed: int
+    """Positions before the row's limit; the rest of a last block only fills it."""
+    committed: int = 0
+    """Leading positions that write a finished block's keys and values for good."""
+    fresh: int = 0
+    """Trailing positions that are being denoised. What is neither is prefill."""
 
     @property
     def end(self) -> int:
@@ -240,12 +246,14 @@ class CausalContextRow(Row):
     def span(self, budget: int) -> Span:
         if self.state is State.PREFILLING:
             start, end = self._prefilled, min(self.prompt_length, self._prefilled + budget)
-            return self._causal(start, end, opens_block=end == self.prompt_length)
+            return self._causal(start, end, opens_block=end == self.prompt_length, committed=0)
         if self.state is State.COMMITTING:
-            return self._causal(self.block_start, self.block_end, opens_block=True)
+            start, end = self.block_start, self.block_end
+            return self._causal(start, end, opens_block=True, committed=end - start)
         start, end = self.block_start, self.block_end
         targets = [Target(position - 1 - start, position) for position in self._masked(start, min(end, self.limit))]
-        return Span(start, self.canvas[start:end], [end] * (end - start), targets)
+        length = end - start
+        return Span(start, self.canvas[start:end], [end] * length, targets, min(end, self.limit) - start, fresh=length)
 
     def receive(self, span: Span, tokens: Items[int | None]) -> None:
         if self.state is State.PREFILLING:
@@ -261,9 +269,10 @@ class CausalContextRow(Row):
         if self.state is State.DENOISING and not self._masked(self.block_start, self.block_end):
             self.state = State.COMMITTING
 
-    def _causal(self, start: int, end: int, opens_block: bool) -> Span:
+    def _causal(self, start: int, end: int, opens_block: bool, committed: int) -> Span:
         targets = [Target(end - 1 - start, end)] if opens_block else []
-        return Span(start, self.canvas[start:end], list(range(start + 1, end + 1)), targets)
+        visible = list(range(start + 1, end + 1))
+        return Span(start, self.canvas[start:end], visible, targets, end - start, committed)
 
     def _open_block(self, start: int) -> None:
         self.canvas.extend([self.spec.mask_id] * self.plan.block_length)
@@ -302,7 +311,7 @@ class BidirectionalRow(Row):
     def span(self, budget: int) -> Span:
         start, end = self._span_start(), len(self.canvas)
         targets = [Target(p - start, p) for p in self._masked(self.block_start, self._block_limit())]
-        return Span(start, self.canvas[start:], [end] * (end - start), targets)
+        return Span(start, self.canvas[start:], [end] * (end - start), targets, end - start, fresh=end - start)
 
     def receive(self, span: Span, tokens: Items[int | None]) -> None:
         self._count_step()
