@@ -13,7 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from contract.errors import BadPrompt, nearest
 
 Rule = Literal["fixed_steps", "threshold", "left_to_right", "entropy_bound"]
-CacheKind = Literal["none", "prefix"]
+CacheKind = Literal["none", "prefix", "dual"]
+Commit = Literal["separate", "fused"]
 
 
 class SamplingParams(BaseModel):
@@ -28,6 +29,8 @@ class SamplingParams(BaseModel):
     entropy_bound: Annotated[float, Field(ge=0.0)] | None = None
     block_length: Annotated[int, Field(ge=1, le=4096)] | None = None
     cache: CacheKind | None = None
+    cache_refresh: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    commit: Commit | None = None
     temperature: Annotated[float, Field(ge=0.0, le=10.0)] = 0.0
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
@@ -47,6 +50,12 @@ class SamplingParams(BaseModel):
     def _parameters_belong_to_the_rule(self) -> SamplingParams:
         if self.denoise_steps is not None and self.rule not in (None, "fixed_steps"):
             raise ValueError(f"denoise_steps belongs to rule 'fixed_steps', not '{self.rule}': drop one of the two")
+        return self
+
+    @model_validator(mode="after")
+    def _refresh_needs_a_cache(self) -> SamplingParams:
+        if self.cache_refresh is not None and self.cache not in ("prefix", "dual"):
+            raise ValueError("cache_refresh belongs to cache 'prefix' or 'dual': name one of them too")
         return self
 
     def resolved_rule(self, default: Rule) -> Rule:

@@ -106,7 +106,11 @@ def generate(
     threshold: Annotated[float | None, typer.Option(help="Confidence at which a token is accepted.")] = None,
     entropy_bound: Annotated[float | None, typer.Option(help="Bound of rule entropy_bound.")] = None,
     block_length: Annotated[int | None, typer.Option(help="Positions denoised together.")] = None,
-    cache: Annotated[str | None, typer.Option(help="none or prefix (bidirectional models).")] = None,
+    cache: Annotated[str | None, typer.Option(help="none, prefix or dual (bidirectional models).")] = None,
+    cache_refresh: Annotated[
+        int | None, typer.Option(help="Blocks between two computations of the whole canvas.")
+    ] = None,
+    commit: Annotated[str | None, typer.Option(help="separate or fused (models with a causal context).")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Nucleus sampling.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Sample among the k likeliest; 0 is off.")] = None,
@@ -126,6 +130,8 @@ def generate(
             "entropy_bound": entropy_bound,
             "block_length": block_length,
             "cache": cache,
+            "cache_refresh": cache_refresh,
+            "commit": commit,
             "temperature": temperature,
             "top_p": top_p,
             "top_k": top_k,

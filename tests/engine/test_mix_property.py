@@ -66,7 +66,7 @@ def test_the_pool_holds_every_kind_of_prompt() -> None:
         params = [pool_request(attention, which).params for which in range(PROMPTS)]
         assert {one.rule for one in params} == {"fixed_steps", "threshold", "left_to_right", "entropy_bound"}
         assert 5 < sum(one.temperature > 0 for one in params) < PROMPTS - 5
-    assert {one.cache for one in params} == {"none", "prefix"}
+    assert {one.cache for one in params} == {"none", "prefix", "dual"}
     assert any(len(pool_request(attention, which).prompt_ids) > 128 for which in range(PROMPTS))
 
 
@@ -121,6 +121,10 @@ def pool_request(attention: str, which: int) -> Request:
         params |= {"temperature": draw.choice([0.5, 1.0, 2.0]), "seed": draw.randrange(2**63)}
         params |= {"top_p": draw.choice([0.5, 0.9, 1.0]), "top_k": draw.choice([0, 3, 40])}
     if attention == "bidirectional":
-        params["cache"] = draw.choice(["none", "prefix"])
+        params["cache"] = draw.choice(["none", "prefix", "dual"])
+        if params["cache"] != "none":
+            params["cache_refresh"] = draw.choice([1, 2, 3])
+    else:
+        params["commit"] = draw.choice(["separate", "fused"])
     length = draw.choice([draw.randint(1, 12), draw.randint(1, 60), draw.randint(100, LONGEST)])
     return Request(which, prompt(which, length), SamplingParams(**params))

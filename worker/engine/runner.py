@@ -67,8 +67,7 @@ class ModelRunner:
             first += len(span.tokens)
         at_targets = self._tensor(wanted, torch.int64)
         watch.lap("host")
-        hidden = self.decoder.hidden(tokens, positions, attention)  # (T, d)
-        return self.decoder.last_norm(hidden.index_select(0, at_targets))
+        return self.decoder.hidden(tokens, positions, attention, at_targets)
 
     def _decide(self, rows: Items[Row], spans: Items[Span], hidden: Tensor, watch: Stopwatch) -> list[list[int | None]]:
         needs_entropy = any(RULES[row.plan.rule].needs_entropy for row in rows)
@@ -92,16 +91,17 @@ class ModelRunner:
             if span.targets:
                 by_rule[row.plan.rule].append((row, list(range(first, first + len(span.targets)))))
             first += len(span.targets)
+        certain = self._tensor([target.certain for span in spans for target in span.targets], torch.bool)
+        sure = prediction.confidence.masked_fill(certain, 1.0)
+        entropies = None if prediction.entropy is None else prediction.entropy.masked_fill(certain, 0.0)
         decided = torch.full((first + 1,), -2, dtype=torch.int64, device=self.decoder.device)
         for rule, members in by_rule.items():
             width = max(len(index) for _, index in members)
             index = self._tensor([i + [first] * (width - len(i)) for _, i in members], torch.int64)  # (R, K)
             valid = index < first
             at = index.clamp_max(first - 1)
-            confidence = prediction.confidence[at].masked_fill(~valid, -torch.inf)
-            entropy = (
-                confidence if prediction.entropy is None else prediction.entropy[at].masked_fill(~valid, torch.inf)
-            )
+            confidence = sure[at].masked_fill(~valid, -torch.inf)
+            entropy = confidence if entropies is None else entropies[at].masked_fill(~valid, torch.inf)
             number = self._tensor([[row.number()] for row, _ in members], torch.float32)  # (R, 1)
             accepted = RULES[rule].accept(confidence, entropy, valid, number)
             decided.scatter_(0, index.masked_fill(~accepted, first).flatten(), prediction.x0[at].flatten())
