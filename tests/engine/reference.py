@@ -147,9 +147,7 @@ class Reference:
         while len(canvas) < limit and not ended(canvas, len(prompt), limit):
             start, block = len(canvas), (len(canvas) - len(prompt)) // recipe.block_length
             opening = guess(self.causal_logits(canvas, start)[-1], start)
-            opening = Guess(
-                start, opening.token, confidence=1.0, entropy=0.0
-            )  # taken at once
+            opening = Guess(start, opening.token, confidence=1.0, entropy=0.0)  # taken at once
             canvas += [checkpoints.MASK] * recipe.block_length
             for quota in quotas(recipe, block, min(limit, len(canvas)) - start):
                 if ended(canvas, len(prompt), limit) or not masked(canvas, start, limit):

@@ -27,7 +27,7 @@ ALONE = 64
 
 
 class ModelRunner:
-    """Owns the decoder and the slots; runs one step for the rows it is given."""
+    """Owns the decoder and the slots; runs one step for the rows it is given. Call under `torch.inference_mode`."""
 
     def __init__(self, spec: ModelSpec, decoder: Decoder) -> None:
         self.spec = spec
@@ -39,17 +39,15 @@ class ModelRunner:
 
         A prediction that is not a number comes back as -1: the row must be failed.
         """
-        with torch.inference_mode():
-            hidden = self._forward(rows, spans, watch)
-            watch.lap("forward")
-            if not any(span.targets for span in spans):
-                return [[] for _ in spans]
-            return self._decide(rows, spans, hidden, watch)
+        hidden = self._forward(rows, spans, watch)
+        watch.lap("forward")
+        if not any(span.targets for span in spans):
+            return [[] for _ in spans]
+        return self._decide(rows, spans, hidden, watch)
 
     def release(self, row: Row) -> None:
         """Free the row's keys and values."""
-        with torch.inference_mode():
-            self.slots.release(row.key)
+        self.slots.release(row.key)
 
     def _tensor(self, values: Items[int] | Items[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype).to(self.decoder.device, non_blocking=True)

@@ -93,6 +93,11 @@ class Span:
     def end(self) -> int:
         return self.start + len(self.tokens)
 
+    @property
+    def prefilled(self) -> int:
+        """Positions of the prompt's first pass."""
+        return len(self.tokens) - self.committed - self.fresh
+
 
 @dataclass(frozen=True)
 class Finished:
@@ -125,6 +130,8 @@ class Row(ABC):
     spec: ModelSpec
     canvas: list[int] = field(init=False)
     state: State = field(init=False, default=State.PREFILLING)
+    prefilled: int = field(init=False, default=0)  # prompt positions whose keys and values are stored for good
+    entered: bool = field(init=False, default=True)  # False: what is known of the prompt is not taken over yet
     block_start: int = field(init=False)
     steps: int = field(init=False, default=0)  # denoise forwards
     forwards: int = field(init=False, default=0)  # denoise and commit forwards
@@ -247,7 +254,7 @@ class CausalContextRow(Row):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._prefilled = 0
+        self.entered = False
 
     @property
     def fused(self) -> bool:
@@ -256,7 +263,7 @@ class CausalContextRow(Row):
     def next_length(self) -> int:
         ahead = self.plan.block_length if self.fused else 0
         if self.state is State.PREFILLING:
-            return self.prompt_length - self._prefilled + ahead
+            return self.prompt_length - self.prefilled + ahead
         if self.state is State.COMMITTING:
             return self.plan.block_length + ahead
         return self.plan.block_length
@@ -274,7 +281,7 @@ class CausalContextRow(Row):
     def receive(self, span: Span, tokens: Items[int | None]) -> None:
         opened = span.start + len(span.tokens) - span.fresh
         if self.state is State.PREFILLING:
-            self._prefilled = opened
+            self.prefilled = opened
             if span.targets:
                 self._open_block(opened)
         elif self.state is State.COMMITTING:
@@ -297,7 +304,7 @@ class CausalContextRow(Row):
         return min(self.limit - start, self.plan.block_length) - (not self.fused)
 
     def _prefill(self, budget: int) -> Span:
-        start, end = self._prefilled, min(self.prompt_length, self._prefilled + budget)
+        start, end = self.prefilled, min(self.prompt_length, self.prefilled + budget)
         if self.fused and end == self.prompt_length:
             # The last chunk opens the block, which must fit in as well; a single position goes in any case.
             end = max(start + 1, min(end, start + budget - self.plan.block_length))
