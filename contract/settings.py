@@ -110,6 +110,9 @@ class WorkerSettings(Settings):
     threads: int = Field(0, ge=0, description="CPU threads; 0: all cores, on a shared machine set fewer")
     max_rows: Count = Field(32, description="prompts denoised together")
     max_step_tokens: Count = Field(2048, description="positions in one forward; longer prompts prefill in chunks")
+    prefix_cache_mb: int = Field(
+        256, ge=0, description="memory for beginnings that prompts share, such as a system prompt; 0: off"
+    )
     linger_ms: int = Field(50, ge=0, description="an idle worker that sees a first job waits this long for more")
     max_attempts: Count = Field(3, description="attempts per prompt before it is failed")
     retry_base_s: Seconds = Field(2.0, description="first retry delay; doubles each time, with full jitter")

@@ -41,8 +41,7 @@ def model(config: WorkerSettings) -> str:
     """The checkpoint loads, and so many rows fit into memory."""
     opened = open_model(config)
     facts = ", ".join(f"{name} {value}" for name, value in opened.describe().items())
-    per_row = opened.engine.runner.slots.bytes_per_position * opened.loaded.spec.decoder.max_positions
-    return f"{facts}; up to {per_row / (1 << 20):.0f} MB of keys and values per row at full context"
+    return f"{facts} ({opened.engine.memory.budget >> 20} MB for keys and values)"
 
 
 CHECKS: dict[str, Callable[[WorkerSettings], str]] = {

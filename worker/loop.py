@@ -98,11 +98,16 @@ class Loop:
 
     def step(self) -> None:
         """One denoise step of all rows."""
+        ceiling = self.model.engine.max_rows
         try:
             finished = self.model.engine.step()
         except Exception as error:  # noqa: BLE001 - whatever a step runs into, the worker goes on with the other rows
             self._part(error)
             return
+        if self.model.engine.max_rows < ceiling:
+            self.log.warning(
+                "out_of_memory; fewer rows from now on", max_rows=self.model.engine.max_rows, before=ceiling
+            )
         for result in finished:
             self._finish(result)
 

@@ -39,6 +39,7 @@ class Model:
             "context": spec.decoder.max_positions,
             "mask_id": spec.mask_id,
             "stop_ids": sorted(spec.stop_ids),
+            "rows_at_full_context": self.engine.memory.rows(spec.decoder.max_positions),
         }
 
     def place(self) -> dict[str, str]:
@@ -84,7 +85,7 @@ def open_model(settings: WorkerSettings) -> Model:
     folder = model_folder(settings.folders, settings.model)
     loaded = load(folder, settings.device, settings.dtype, settings.threads)
     tokenizer = Tokenizer(folder, loaded.spec.decoder.vocab_size, settings.prompt_format)
-    engine = Engine(loaded.spec, loaded.decoder, settings.max_rows, settings.max_step_tokens)
+    engine = Engine(loaded.spec, loaded.decoder, settings.max_rows, settings.max_step_tokens, settings.prefix_cache_mb)
     return Model(settings.queue_model, engine, tokenizer, loaded)
 
 

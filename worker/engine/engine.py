@@ -10,7 +10,8 @@ from collections.abc import Hashable
 
 import torch
 
-from contract.errors import PromptFailure
+from contract.errors import BadPrompt, PromptFailure
+from worker.engine.memory import is_out_of_memory, plan_memory
 from worker.engine.models.decoder import Decoder
 from worker.engine.models.spec import ModelSpec
 from worker.engine.prefixes import Prefixes
@@ -19,12 +20,16 @@ from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import Finished, Request, Row, State, admit
 from worker.engine.stats import EngineStats, Stopwatch, step_stats
 
+SHORTEST_CHUNK = 64
+"""Positions below which shorter prefill chunks save no memory worth having."""
+
 
 class Engine:
     """Denoises any mix of rows together. Not thread-safe: one thread adds and steps.
 
-    `prefix_cache_mb` is for beginnings that prompts share; 0 turns sharing off. `exact_timing` makes the seconds in
-    `stats` true on a GPU too, at the price of waiting for it within each step.
+    `memory_budget` is in bytes of keys and values, planned from free memory when not given. `prefix_cache_mb` is for
+    beginnings that prompts share; 0 turns sharing off. `exact_timing` makes the seconds in `stats` true on a GPU too,
+    at the price of waiting for it within each step.
     """
 
     def __init__(
@@ -34,20 +39,32 @@ class Engine:
         max_rows: int = 32,
         max_step_tokens: int = 2048,
         prefix_cache_mb: int = 256,
+        memory_budget: int | None = None,
         exact_timing: bool = False,
     ) -> None:
         self.spec = spec
         self.runner = ModelRunner(spec, decoder)
-        self.scheduler = Scheduler(max_rows, max_step_tokens)
+        self.memory = plan_memory(decoder, self.runner.slots.bytes_per_position, max_step_tokens, memory_budget)
+        self.scheduler = Scheduler(max_rows, max_step_tokens, self.memory)
         self.prefixes = Prefixes(self.runner.slots, prefix_cache_mb << 20)
         self.stats = EngineStats()
         self._exact_timing = exact_timing
         self._next_key = 0
 
     def add(self, request: Request) -> None:
-        """Let a prompt wait for its first step. Raises BadPrompt when it can never run."""
-        self.scheduler.add(admit(self._next_key, request, self.spec))
+        """Let a prompt wait for its first step. Raises BadPrompt when it can never run, here or anywhere."""
+        row = self._row(request)
+        if row.most_positions > (longest := self.memory.longest()):
+            raise BadPrompt(
+                "out_of_memory",
+                f"prompt and answer may take {row.most_positions} positions, memory holds {longest}: lower "
+                f"max_new_tokens by {row.most_positions - longest}, shorten the prompt, or use a larger device",
+            )
+        self.scheduler.add(row)
+
+    def _row(self, request: Request) -> Row:
         self._next_key += 1
+        return admit(self._next_key, request, self.spec)
 
     @property
     def max_rows(self) -> int:
@@ -72,7 +89,15 @@ class Engine:
         if not chosen:
             return []
         rows, spans = [row for row, _ in chosen], [span for _, span in chosen]
-        for row, span, tokens in zip(rows, spans, self.runner.run(rows, spans, watch), strict=True):
+        try:
+            decided = self.runner.run(rows, spans, watch)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            decided = None  # what the failed step holds is freed once the error is forgotten
+        if decided is None:
+            return self._shrink(rows)
+        for row, span, tokens in zip(rows, spans, decided, strict=True):
             if -1 in tokens:
                 row.fail(PromptFailure("model_error", "the model computed something that is not a number"))
             else:
@@ -92,6 +117,24 @@ class Engine:
         if row is not None:
             self._release(row)
         return row is not None
+
+    def _shrink(self, rows: list[Row]) -> list[Finished]:
+        """Memory did not suffice: go on with half of the rows, and never with more again. The others begin anew.
+
+        A row that is alone tries shorter prefill chunks, and fails when they are short already.
+        """
+        if len(self.scheduler.running) > 1:
+            self.scheduler.max_rows = len(self.scheduler.running) // 2
+            for row in reversed(self.scheduler.running[self.scheduler.max_rows :]):
+                self.remove(row.request.id)
+                self.scheduler.waiting.appendleft(self._row(row.request))
+        elif rows[0].state is State.PREFILLING and self.scheduler.max_step_tokens > SHORTEST_CHUNK:
+            self.scheduler.max_step_tokens = max(SHORTEST_CHUNK, self.scheduler.max_step_tokens // 2)
+        else:
+            rows[0].fail(PromptFailure("out_of_memory", "this prompt does not fit into memory, even alone"))
+        if self.runner.decoder.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return [self._retire(row) for row in self.scheduler.retire()]
 
     def _retire(self, row: Row) -> Finished:
         assert row.state is State.FINISHED

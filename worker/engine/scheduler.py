@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable
 
+from worker.engine.memory import MemoryPlan
 from worker.engine.sequence import Row, Span, State
 
 
 class Scheduler:
     """Waiting and running rows. Rows that denoise go first; what is left of the budget prefills."""
 
-    def __init__(self, max_rows: int, max_step_tokens: int) -> None:
+    def __init__(self, max_rows: int, max_step_tokens: int, memory: MemoryPlan) -> None:
         self.max_rows = max_rows
+        self._memory = memory
         self.max_step_tokens = max_step_tokens
         self.waiting: deque[Row] = deque()
         self.running: list[Row] = []
@@ -26,12 +28,16 @@ class Scheduler:
         self.waiting.append(row)
 
     def room(self) -> int:
-        """Rows that could be added and run at once."""
+        """Rows that could be added and run at once, memory permitting."""
         return max(0, self.max_rows - len(self))
 
     def admit(self) -> None:
-        """Let waiting rows in while there is room."""
+        """Let waiting rows in while there is room for them and for all that they may come to hold."""
+        held = sum(self._memory.need(row.most_positions) for row in self.running)
         while self.waiting and len(self.running) < self.max_rows:
+            held += self._memory.need(self.waiting[0].most_positions)
+            if held > self._memory.budget and self.running:
+                return
             self.running.append(self.waiting.popleft())
 
     def step(self) -> list[tuple[Row, Span]]:

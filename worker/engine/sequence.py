@@ -155,6 +155,11 @@ class Row(ABC):
         return self.prompt_length + self.plan.max_new_tokens
 
     @property
+    def most_positions(self) -> int:
+        """Canvas positions that the row may come to hold."""
+        return self.limit
+
+    @property
     def block_end(self) -> int:
         return self.block_start + self.plan.block_length
 
@@ -255,6 +260,11 @@ class CausalContextRow(Row):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.entered = False
+
+    @property
+    def most_positions(self) -> int:
+        """The last block is a whole one."""
+        return self.limit + self.plan.block_length - 1
 
     @property
     def fused(self) -> bool:
