@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 from rich.console import Console
 
 from contract import logs, settings
 from contract.errors import DllmError, UsageError
-from contract.sampling import parse_params
+from contract.sampling import Rule, parse_params
 from contract.settings import WorkerSettings
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -102,9 +102,11 @@ def generate(
     dtype: Dtype = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None,
     denoise_steps: Annotated[int | None, typer.Option(help="Steps over the whole answer (rule fixed_steps).")] = None,
-    rule: Annotated[str | None, typer.Option(help="fixed_steps, threshold, left_to_right or entropy_bound.")] = None,
+    rule: Annotated[str | None, typer.Option(help=f"One of {', '.join(get_args(Rule))}.")] = None,
     threshold: Annotated[float | None, typer.Option(help="Confidence at which a token is accepted.")] = None,
+    factor: Annotated[float | None, typer.Option(help="Factor of rule factor.")] = None,
     entropy_bound: Annotated[float | None, typer.Option(help="Bound of rule entropy_bound.")] = None,
+    kl_threshold: Annotated[float | None, typer.Option(help="Bound of the KL of rule klass.")] = None,
     block_length: Annotated[int | None, typer.Option(help="Positions denoised together.")] = None,
     cache: Annotated[str | None, typer.Option(help="none or prefix (bidirectional models).")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
@@ -123,7 +125,9 @@ def generate(
             "denoise_steps": denoise_steps,
             "rule": rule,
             "threshold": threshold,
+            "factor": factor,
             "entropy_bound": entropy_bound,
+            "kl_threshold": kl_threshold,
             "block_length": block_length,
             "cache": cache,
             "temperature": temperature,

@@ -93,7 +93,9 @@ def applied_params(finished: Finished) -> dict[str, Any]:
     plan = finished.plan
     by_rule: dict[str, Any] = {
         "fixed_steps": {"denoise_steps": plan.denoise_steps},
+        "factor": {"factor": plan.number},
         "entropy_bound": {"entropy_bound": plan.number},
+        "klass": {"threshold": plan.number, "kl_threshold": plan.bound},
     }.get(plan.rule, {"threshold": plan.number})
     return {
         "max_new_tokens": plan.max_new_tokens,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -25,16 +26,18 @@ class Guess:
     token: int
     confidence: float
     entropy: float
+    p: Tensor
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a prompt is denoised; every value is given, nothing has a default."""
+    """How a prompt is denoised; every value is given."""
 
     max_new_tokens: int
     block_length: int
     rule: str
-    number: float  # τ, γ, or the denoise steps of the whole answer
+    number: float  # τ, γ, f, or the denoise steps of the whole answer
+    bound: float = 0.0  # of the rules that have a second number
 
 
 @dataclass(frozen=True)
@@ -113,11 +116,13 @@ class Reference:
             opening = guess(self.causal_logits(canvas, start)[-1], start)
             canvas += [opening.token] + [checkpoints.MASK] * (recipe.block_length - 1)
             masks = min(limit, len(canvas)) - start - 1
+            past: list[list[Guess]] = []
             for quota in quotas(recipe, block, masks):
                 if ended(canvas, len(prompt), limit) or not masked(canvas, start, limit):
                     break
                 logits = self.causal_logits(canvas, start)
-                step(canvas, [guess(logits[p - 1], p) for p in masked(canvas, start, limit)], recipe, quota)
+                past.append([guess(logits[p - 1], p) for p in masked(canvas, start, limit)])
+                step(canvas, past, recipe, quota)
                 steps += 1
             if ended(canvas, len(prompt), limit):
                 break
@@ -130,6 +135,7 @@ class Reference:
         for block, start in enumerate(range(len(prompt), limit, recipe.block_length)):
             end = min(limit, start + recipe.block_length)
             before = list(canvas)
+            past: list[list[Guess]] = []
             for number, quota in enumerate(quotas(recipe, block, end - start)):
                 if ended(canvas, len(prompt), limit) or not masked(canvas, start, end):
                     break
@@ -137,7 +143,8 @@ class Reference:
                     logits = self.frozen_prefix_logits(before, canvas, start)
                 else:
                     logits = self.full_logits(canvas)
-                step(canvas, [guess(logits[p], p) for p in masked(canvas, start, end)], recipe, quota)
+                past.append([guess(logits[p], p) for p in masked(canvas, start, end)])
+                step(canvas, past, recipe, quota)
                 steps += 1
             if ended(canvas, len(prompt), limit):
                 break
@@ -151,7 +158,7 @@ def guess(logits: Tensor, position: int) -> Guess:
     p = allowed.softmax(-1)
     token = int(p.argmax())
     entropy = -sum(x * math.log(x) for x in p.tolist() if x > 0)
-    return Guess(position, token, float(p[token]), entropy)
+    return Guess(position, token, float(p[token]), entropy, p)
 
 
 def quotas(recipe: Recipe, block: int, masks: int) -> Iterator[int]:
@@ -169,18 +176,29 @@ def quotas(recipe: Recipe, block: int, masks: int) -> Iterator[int]:
         yield 0
 
 
-def step(canvas: list[int], guesses: list[Guess], recipe: Recipe, quota: int) -> None:
-    """Write the guesses that the rule accepts, at least one."""
-    for one in accepted(guesses, recipe, quota):
+def step(canvas: list[int], past: list[list[Guess]], recipe: Recipe, quota: int) -> None:
+    """Write the guesses that the rule accepts, at least one; `past` holds the block's guesses of each step so far."""
+    for one in accepted(past, recipe, quota):
         canvas[one.position] = one.token
 
 
-def accepted(guesses: list[Guess], recipe: Recipe, quota: int) -> list[Guess]:
+def accepted(past: list[list[Guess]], recipe: Recipe, quota: int) -> list[Guess]:
+    guesses = past[-1]
     best_first = sorted(guesses, key=lambda one: (-one.confidence, one.position))
     if recipe.rule == "fixed_steps":
         return best_first[: max(1, quota)]
     if recipe.rule == "threshold":
         return [one for one in guesses if one.confidence >= recipe.number] or best_first[:1]
+    if recipe.rule == "factor":
+        count = max(
+            (k for k in range(1, len(guesses) + 1) if best_first[k - 1].confidence >= 1 - recipe.number / (k + 1)),
+            default=1,
+        )
+        return best_first[:count]
+    if recipe.rule == "klass":
+        return [
+            one for one in guesses if one.confidence > recipe.number and steady(one.position, past, recipe.bound)
+        ] or best_first[:1]
     if recipe.rule == "left_to_right":
         taken = guesses[:1]
         for one in guesses[1:]:
@@ -196,6 +214,16 @@ def accepted(guesses: list[Guess], recipe: Recipe, quota: int) -> list[Guess]:
         taken.append(one)
         total += one.entropy
     return taken
+
+
+def steady(position: int, past: list[list[Guess]], bound: float) -> bool:
+    """Has the distribution at `position` moved by less than `bound` in each of the last two steps?"""
+    seen = [one.p for guesses in past[-3:] for one in guesses if one.position == position]
+    return len(seen) == 3 and all(divergence(now, before) < bound for before, now in pairwise(seen))
+
+
+def divergence(now: Tensor, before: Tensor) -> float:
+    return sum(a * math.log(a / b) for a, b in zip(now.tolist(), before.tolist(), strict=True) if a > 0)
 
 
 def masked(canvas: list[int], start: int, end: int) -> list[int]:

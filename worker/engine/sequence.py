@@ -17,7 +17,7 @@ from typing import ClassVar, Literal
 from contract.errors import BadPrompt, PromptError
 from contract.sampling import CacheKind, Rule, SamplingParams
 from worker.engine.models.spec import ModelSpec
-from worker.engine.unmasking import DEFAULT_ENTROPY_BOUND
+from worker.engine.unmasking import DEFAULT_KL_THRESHOLD, DEFAULT_NUMBERS
 from worker.engine.unmasking.fixed_steps import quota
 
 
@@ -44,7 +44,8 @@ class Plan:
     """A row's parameters with every default resolved; fixed at admission."""
 
     rule: Rule
-    number: float  # τ or γ; unused by fixed_steps, whose quota changes from step to step
+    number: float  # τ, γ or f; unused by fixed_steps, whose quota changes from step to step
+    bound: float  # the second number of the rules that have one: KLASS's bound of the KL
     max_new_tokens: int
     denoise_steps: int
     block_length: int
@@ -157,7 +158,7 @@ class Row(ABC):
         """Take the forward's outcome: for each target of `span` the accepted token, or None."""
 
     def number(self) -> float:
-        """The rule's number for the next decision: τ, γ or this step's quota."""
+        """The rule's number for the next decision: τ, γ, f or this step's quota."""
         if self.plan.rule == "fixed_steps":
             return quota(self._block_masks, self._block_steps(), self._block_step)
         return self.plan.number
@@ -339,13 +340,12 @@ def _plan(request: Request, spec: ModelSpec) -> Plan:
         raise BadPrompt("bad_params", f"cache: family '{spec.family}' always uses its exact cache; leave it out")
     block_length = params.block_length or spec.block_length
     limit = _room(request, spec, block_length)
-    number = params.entropy_bound if rule == "entropy_bound" else params.threshold
-    if number is None:
-        number = DEFAULT_ENTROPY_BOUND if rule == "entropy_bound" else spec.threshold
+    number, bound = _numbers(params, rule, spec)
     max_new_tokens = min(params.max_new_tokens, limit)
     return Plan(
         rule=rule,
         number=number,
+        bound=bound,
         max_new_tokens=max_new_tokens,
         denoise_steps=params.denoise_steps or max_new_tokens,
         block_length=block_length,
@@ -355,6 +355,14 @@ def _plan(request: Request, spec: ModelSpec) -> Plan:
         top_k=params.top_k,
         seed=params.seed or 0,
     )
+
+
+def _numbers(params: SamplingParams, rule: Rule, spec: ModelSpec) -> tuple[float, float]:
+    """The rule's number and its bound: the prompt's, else the rule's own default, else the model's threshold."""
+    given = {"entropy_bound": params.entropy_bound, "factor": params.factor}.get(rule, params.threshold)
+    number = DEFAULT_NUMBERS.get(rule, spec.threshold) if given is None else given
+    bound = DEFAULT_KL_THRESHOLD if params.kl_threshold is None else params.kl_threshold
+    return number, bound
 
 
 def _room(request: Request, spec: ModelSpec, block_length: int) -> int:
