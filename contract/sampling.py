@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from contract.errors import BadPrompt, nearest
 
-Rule = Literal["fixed_steps", "threshold", "left_to_right", "factor", "entropy_bound", "klass"]
+Rule = Literal["fixed_steps", "threshold", "left_to_right", "factor", "entropy_bound", "klass", "joint_threshold"]
 CacheKind = Literal["none", "prefix"]
 
 
@@ -28,6 +28,7 @@ class SamplingParams(BaseModel):
     factor: Annotated[float, Field(gt=0.0)] | None = None
     entropy_bound: Annotated[float, Field(ge=0.0)] | None = None
     kl_threshold: Annotated[float, Field(gt=0.0)] | None = None
+    edit_threshold: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     block_length: Annotated[int, Field(ge=1, le=4096)] | None = None
     cache: CacheKind | None = None
     temperature: Annotated[float, Field(ge=0.0, le=10.0)] = 0.0
@@ -66,6 +67,7 @@ RULE_OF: dict[str, Rule] = {
     "denoise_steps": "fixed_steps",
     "factor": "factor",
     "kl_threshold": "klass",
+    "edit_threshold": "joint_threshold",
 }
 # Names under which other systems know our parameters.
 ALIASES = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "steps": "denoise_steps"}

@@ -96,6 +96,7 @@ def applied_params(finished: Finished) -> dict[str, Any]:
         "factor": {"factor": plan.number},
         "entropy_bound": {"entropy_bound": plan.number},
         "klass": {"threshold": plan.number, "kl_threshold": plan.bound},
+        "joint_threshold": {"threshold": plan.number, "edit_threshold": plan.bound},
     }.get(plan.rule, {"threshold": plan.number})
     return {
         "max_new_tokens": plan.max_new_tokens,

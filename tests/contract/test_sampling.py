@@ -49,6 +49,8 @@ def test_a_name_like_no_other_is_named_alone() -> None:
         ("factor", 0),
         ("factor", "much"),
         ("kl_threshold", 0),
+        ("edit_threshold", 0),
+        ("edit_threshold", 1.1),
         ("kl_threshold", float("nan")),
         ("block_length", 4097),
         ("temperature", -1),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -20,13 +20,23 @@ from tests import checkpoints
 
 @dataclass(frozen=True)
 class Guess:
-    """What the model says about one masked position."""
+    """What the model says about one position of the block, and the token that stands there."""
 
     position: int
     token: int
     confidence: float
     entropy: float
     p: Tensor
+    standing: int
+
+
+@dataclass
+class Diary:
+    """What happened in a block so far."""
+
+    guesses: list[list[Guess]] = field(default_factory=list)
+    changed: bool = False
+    only_edits: int = 0
 
 
 @dataclass(frozen=True)
@@ -113,16 +123,17 @@ class Reference:
         canvas, limit, steps = list(prompt), len(prompt) + recipe.max_new_tokens, 0
         while len(canvas) < limit:
             start, block = len(canvas), (len(canvas) - len(prompt)) // recipe.block_length
-            opening = guess(self.causal_logits(canvas, start)[-1], start)
+            opening = guess(self.causal_logits(canvas, start)[-1], start, checkpoints.MASK)
             canvas += [opening.token] + [checkpoints.MASK] * (recipe.block_length - 1)
             masks = min(limit, len(canvas)) - start - 1
-            past: list[list[Guess]] = []
+            diary = Diary()
             for quota in quotas(recipe, block, masks):
-                if ended(canvas, len(prompt), limit) or not masked(canvas, start, limit):
+                if settled(diary, recipe) and (ended(canvas, len(prompt), limit) or not masked(canvas, start, limit)):
                     break
                 logits = self.causal_logits(canvas, start)
-                past.append([guess(logits[p - 1], p) for p in masked(canvas, start, limit)])
-                step(canvas, past, recipe, quota)
+                where = candidates(canvas, start, start + 1, min(limit, len(canvas)), recipe)
+                diary.guesses.append([guess(logits[p - 1], p, canvas[p]) for p in where])
+                step(canvas, diary, recipe, quota)
                 steps += 1
             if ended(canvas, len(prompt), limit):
                 break
@@ -135,30 +146,31 @@ class Reference:
         for block, start in enumerate(range(len(prompt), limit, recipe.block_length)):
             end = min(limit, start + recipe.block_length)
             before = list(canvas)
-            past: list[list[Guess]] = []
+            diary = Diary()
             for number, quota in enumerate(quotas(recipe, block, end - start)):
-                if ended(canvas, len(prompt), limit) or not masked(canvas, start, end):
+                if settled(diary, recipe) and (ended(canvas, len(prompt), limit) or not masked(canvas, start, end)):
                     break
                 if cache == "prefix" and number:
                     logits = self.frozen_prefix_logits(before, canvas, start)
                 else:
                     logits = self.full_logits(canvas)
-                past.append([guess(logits[p], p) for p in masked(canvas, start, end)])
-                step(canvas, past, recipe, quota)
+                where = candidates(canvas, start, start, end, recipe)
+                diary.guesses.append([guess(logits[p], p, canvas[p]) for p in where])
+                step(canvas, diary, recipe, quota)
                 steps += 1
             if ended(canvas, len(prompt), limit):
                 break
         return Answer(cut(canvas, len(prompt), limit), steps)
 
 
-def guess(logits: Tensor, position: int) -> Guess:
+def guess(logits: Tensor, position: int, standing: int) -> Guess:
     """The best token that is not the mask, its probability, and the entropy, in float64."""
     allowed = logits.double()
     allowed[checkpoints.MASK] = -torch.inf
     p = allowed.softmax(-1)
     token = int(p.argmax())
     entropy = -sum(x * math.log(x) for x in p.tolist() if x > 0)
-    return Guess(position, token, float(p[token]), entropy, p)
+    return Guess(position, token, float(p[token]), entropy, p, standing)
 
 
 def quotas(recipe: Recipe, block: int, masks: int) -> Iterator[int]:
@@ -176,10 +188,32 @@ def quotas(recipe: Recipe, block: int, masks: int) -> Iterator[int]:
         yield 0
 
 
-def step(canvas: list[int], past: list[list[Guess]], recipe: Recipe, quota: int) -> None:
-    """Write the guesses that the rule accepts, at least one; `past` holds the block's guesses of each step so far."""
-    for one in accepted(past, recipe, quota):
+def candidates(canvas: list[int], start: int, first: int, end: int, recipe: Recipe) -> list[int]:
+    """Positions to guess of the block that begins at `start`: masks, and for the rule that edits all from `first`.
+
+    What stands behind a stop token that ends the answer is of no interest.
+    """
+    if recipe.rule != "joint_threshold":
+        return masked(canvas, first, end)
+    if checkpoints.STOP in canvas[start:end]:
+        stop = canvas.index(checkpoints.STOP, start)
+        if checkpoints.MASK not in canvas[start:stop]:
+            return list(range(first, stop + 1))
+    return list(range(first, end))
+
+
+def settled(diary: Diary, recipe: Recipe) -> bool:
+    """Has the rule that edits come to rest?"""
+    return recipe.rule != "joint_threshold" or not diary.changed or diary.only_edits >= 16
+
+
+def step(canvas: list[int], diary: Diary, recipe: Recipe, quota: int) -> None:
+    """Write the guesses that the rule accepts."""
+    taken = accepted(diary.guesses, recipe, quota)
+    for one in taken:
         canvas[one.position] = one.token
+    diary.changed = bool(taken)
+    diary.only_edits += all(one.standing != checkpoints.MASK for one in diary.guesses[-1])
 
 
 def accepted(past: list[list[Guess]], recipe: Recipe, quota: int) -> list[Guess]:
@@ -189,6 +223,12 @@ def accepted(past: list[list[Guess]], recipe: Recipe, quota: int) -> list[Guess]
         return best_first[: max(1, quota)]
     if recipe.rule == "threshold":
         return [one for one in guesses if one.confidence >= recipe.number] or best_first[:1]
+    if recipe.rule == "joint_threshold":
+        open_ = [one for one in guesses if one.standing == checkpoints.MASK]
+        sure = [one for one in open_ if one.confidence > recipe.number]
+        best = [one for one in best_first if one.standing == checkpoints.MASK][:1]
+        wrong = [one for one in guesses if one.standing not in (checkpoints.MASK, one.token)]
+        return (sure or best) + [one for one in wrong if one.confidence > recipe.bound]
     if recipe.rule == "factor":
         count = max(
             (k for k in range(1, len(guesses) + 1) if best_first[k - 1].confidence >= 1 - recipe.number / (k + 1)),

@@ -27,12 +27,15 @@ RULES = (
     ("factor", 2.5),
     ("klass", (0.9, 0.01)),
     ("klass", (0.3, 2.0)),
+    ("joint_threshold", (0.5, 0.9)),
+    ("joint_threshold", (0.2, 0.3)),
 )
 NAMES = {
     "fixed_steps": ("denoise_steps",),
     "entropy_bound": ("entropy_bound",),
     "factor": ("factor",),
     "klass": ("threshold", "kl_threshold"),
+    "joint_threshold": ("threshold", "edit_threshold"),
 }
 
 

@@ -120,6 +120,8 @@ def pool_request(attention: str, which: int) -> Request:
         params["factor"] = draw.choice([0.5, 1.0, 3.0])
     else:
         params["threshold"] = draw.choice([0.3, 0.6, 0.9, 1.0])
+    if rule == "joint_threshold":
+        params["edit_threshold"] = draw.choice([0.2, 0.5, 0.9])
     if rule == "klass":
         params["kl_threshold"] = draw.choice([0.1, 2.0, 50.0])
     if draw.random() < 0.5:

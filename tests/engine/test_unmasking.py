@@ -23,11 +23,14 @@ def accepted(
     padding: int = 0,
     divergences: list[float] | None = None,
     bound: float = 0.0,
+    placed: list[int] | None = None,
+    differs: list[int] | None = None,
 ) -> list[int]:
     """Indices that `rule` accepts in one row, which stands between two others to see that rows stay apart."""
     width = len(confidences) + padding
     entropies = entropies or [1 - c for c in confidences]
     divergences = divergences or [0.0] * len(confidences)
+    placed, differs = placed or [0] * len(confidences), differs or [1] * len(confidences)
     seen = Candidates(
         confidence=torch.tensor([[0.5] * width, confidences + [-torch.inf] * padding, [0.99] * width]),
         valid=torch.tensor([[True] * width, [True] * len(confidences) + [False] * padding, [True] * width]),
@@ -35,10 +38,12 @@ def accepted(
         bound=torch.tensor([[bound], [bound], [bound]]),
         entropy=torch.tensor([[0.5] * width, entropies + [torch.inf] * padding, [0.01] * width]),
         divergence=torch.tensor([[0.0] * width, divergences + [torch.inf] * padding, [torch.inf] * width]),
+        placed=torch.tensor([[0] * width, placed + [0] * padding, [0] * width]).bool(),
+        differs=torch.tensor([[1] * width, differs + [1] * padding, [1] * width]).bool(),
     )
     out = RULES[rule].accept(seen)
     assert out.dtype == torch.bool
-    assert out.any(-1).all()
+    assert out[[0, 2]].any(-1).all()
     return out[1].nonzero().flatten().tolist()
 
 
@@ -105,6 +110,25 @@ def test_klass_accepts_what_is_sure_and_steady(
     assert accepted("klass", 0.9, confidences, None, padding, divergences, bound=0.01) == expected
 
 
+@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize(
+    ("confidences", "placed", "differs", "expected"),
+    [
+        ([0.6, 0.4, 0.51], [0, 0, 0], [1, 1, 1], [0, 2]),
+        ([0.3, 0.5, 0.2], [0, 0, 0], [1, 1, 1], [1]),  # 0.5 is only reached: the best
+        ([0.6, 0.95, 0.95, 0.9], [0, 1, 1, 1], [1, 1, 0, 1], [0, 1]),  # the same again is no edit, nor is 0.9 enough
+        ([0.99, 0.3, 0.2], [1, 0, 0], [0, 1, 1], [1]),  # the best of the masks, not of all
+        ([0.99, 0.3, 0.2], [1, 0, 0], [1, 1, 1], [0, 1]),  # an edit does not stand for a mask
+        ([0.99, 0.8], [1, 1], [0, 1], []),  # no mask is left and nothing changes: the block's end
+    ],
+)
+def test_joint_threshold_fills_and_edits(
+    confidences: list[float], placed: list[int], differs: list[int], expected: list[int], padding: int
+) -> None:
+    taken = accepted("joint_threshold", 0.5, confidences, None, padding, None, 0.9, placed, differs)
+    assert taken == expected
+
+
 def test_history_tells_the_larger_of_the_last_two_moves() -> None:
     """By hand: KL((3/4, 1/4) from (1/2, 1/2)) = 0.1308, and of staying where one is 0."""
     even, uneven = torch.tensor([0.5, 0.5]).log(), torch.tensor([0.75, 0.25]).log()
@@ -167,4 +191,5 @@ def test_quota_by_hand() -> None:
 
 def test_rules_ask_only_for_what_they_use() -> None:
     assert {name for name, rule in RULES.items() if rule.needs_history} == {"klass"}
+    assert {name for name, rule in RULES.items() if rule.edits} == {"joint_threshold"}
     assert {name for name, rule in RULES.items() if rule.needs_entropy} == {"entropy_bound"}

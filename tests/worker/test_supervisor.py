@@ -22,7 +22,8 @@ WORK = "import socket; line = socket.socket(fileno=int(sys.argv[1])); line.send(
 STOPS = (
     "import signal; asked = []; signal.signal(signal.SIGTERM, lambda *_: asked.append(1));"
     f"{WORK} note('ready');"
-    "[time.sleep(0.01) for _ in iter(lambda: len(asked) < int(sys.argv[3]), False)]; note(f'stopped after {len(asked)}')"
+    "[time.sleep(0.01) for _ in iter(lambda: len(asked) < int(sys.argv[3]), False)];"
+    "note(f'stopped after {len(asked)}')"
 )
 
 

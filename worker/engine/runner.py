@@ -103,6 +103,7 @@ class ModelRunner:
             valid = index < first
             at = index.clamp_max(first - 1)
             entropy, needs_history = prediction.entropy, RULES[rule].needs_history
+            standing = self._standing(members, width) if RULES[rule].edits else None
             candidates = Candidates(
                 confidence=prediction.confidence[at].masked_fill(~valid, -torch.inf),
                 valid=valid,
@@ -110,10 +111,17 @@ class ModelRunner:
                 bound=self._tensor([[member.row.plan.bound] for member in members], torch.float32),
                 entropy=None if entropy is None else entropy[at].masked_fill(~valid, torch.inf),
                 divergence=self._divergence(members, width, hidden) if needs_history else None,
+                placed=None if standing is None else standing >= 0,
+                differs=None if standing is None else standing != prediction.x0[at],
             )
             accepted = RULES[rule].accept(candidates)
             decided.scatter_(0, index.masked_fill(~accepted, first).flatten(), prediction.x0[at].flatten())
         return torch.where(prediction.confidence.isfinite(), decided[:first], -1)
+
+    def _standing(self, members: Items[Member], width: int) -> Tensor:
+        """(R, K) int64: the token that stands at each target, -1 for a mask."""
+        rows = [[-1 if target.token is None else target.token for target in member.span.targets] for member in members]
+        return self._tensor([row + [-1] * (width - len(row)) for row in rows], torch.int64)
 
     def _divergence(self, members: Items[Member], width: int, hidden: Tensor) -> Tensor:
         """(R, K) float32: how far each member's predictions moved in its last two steps."""
@@ -132,7 +140,9 @@ class ModelRunner:
         first = 0
         for row, span in zip(rows, spans, strict=True):
             if row.plan.temperature > 0:
-                drawn += [(first + i, row, target.position) for i, target in enumerate(span.targets)]
+                # What stands already was drawn once; only a sure argmax displaces it.
+                masks = [(i, target.position) for i, target in enumerate(span.targets) if target.token is None]
+                drawn += [(first + i, row, position) for i, position in masks]
             first += len(span.targets)
         if not drawn:
             return None

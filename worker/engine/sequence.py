@@ -17,8 +17,11 @@ from typing import ClassVar, Literal
 from contract.errors import BadPrompt, PromptError
 from contract.sampling import CacheKind, Rule, SamplingParams
 from worker.engine.models.spec import ModelSpec
-from worker.engine.unmasking import DEFAULT_KL_THRESHOLD, DEFAULT_NUMBERS
+from worker.engine.unmasking import DEFAULT_BOUNDS, DEFAULT_NUMBERS, RULES
 from worker.engine.unmasking.fixed_steps import quota
+
+EDIT_STEPS = 16
+"""A block whose masks are gone may be edited for so many steps; two tokens could displace each other for ever."""
 
 
 class State(Enum):
@@ -45,7 +48,7 @@ class Plan:
 
     rule: Rule
     number: float  # τ, γ or f; unused by fixed_steps, whose quota changes from step to step
-    bound: float  # the second number of the rules that have one: KLASS's bound of the KL
+    bound: float  # the second number of the rules that have one: KLASS's bound of the KL, the edit threshold
     max_new_tokens: int
     denoise_steps: int
     block_length: int
@@ -58,10 +61,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Target:
-    """A masked position to predict: read at `offset` of the span, meant for canvas position `position`."""
+    """A position to predict: read at `offset` of the span, meant for canvas position `position`."""
 
     offset: int
     position: int
+    token: int | None = None
+    """What stands there, for rules that edit; None where it is a mask."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +136,9 @@ class Row(ABC):
         self.block_start = self.prompt_length
         self._block_masks = 0
         self._block_step = 0
+        self._edits = RULES[self.plan.rule].edits
+        self._changed = False  # did the block's last step change anything?
+        self._edit_steps = 0  # steps of this block in which only edits were possible
 
     @property
     def prompt_length(self) -> int:
@@ -191,13 +199,43 @@ class Row(ABC):
             if token is not None:
                 self.canvas[target.position] = token
         self.positions += len(span.tokens)
-        if self._ended():
+        if self._ended() and self._settled():
             self.state = State.FINISHED
 
     def _begin_block(self, start: int, masks: int) -> None:
         self.block_start, self._block_masks, self._block_step = start, masks, 0
+        self._changed, self._edit_steps = False, 0
 
-    def _count_step(self) -> None:
+    def _targets(self, start: int, end: int, read_from: int) -> list[Target]:
+        """What of start … end to predict: masks; where the rule edits, what was placed as well, up to a stop token.
+
+        Position p is read at offset p - read_from.
+        """
+        if not self._edits:
+            return [Target(position - read_from, position) for position in self._masked(start, end)]
+        positions = range(start, self._decisive_stop(end))
+        return [Target(position - read_from, position, self._standing(position)) for position in positions]
+
+    def _standing(self, position: int) -> int | None:
+        token = self.canvas[position]
+        return None if token == self.spec.mask_id else token
+
+    def _decisive_stop(self, end: int) -> int:
+        """Behind the block's first stop token if no mask stands before it, else `end`."""
+        for position in range(self.block_start, end):
+            if self.canvas[position] == self.spec.mask_id:
+                break
+            if self.canvas[position] in self.spec.stop_ids:
+                return position + 1
+        return end
+
+    def _settled(self) -> bool:
+        """Are placed tokens final? Where the rule edits, once a step has changed nothing."""
+        return not (self._edits and self._changed) or self._edit_steps >= EDIT_STEPS
+
+    def _count_step(self, span: Span, tokens: Items[int | None]) -> None:
+        self._changed = any(token is not None for token in tokens)
+        self._edit_steps += all(target.token is not None for target in span.targets)
         self.steps += 1
         self.forwards += 1
         self._block_step += 1
@@ -252,7 +290,8 @@ class CausalContextRow(Row):
             start, end = self.block_start, self.block_end
             return self._causal(start, end, opens_block=True, committed=end - start)
         start, end = self.block_start, self.block_end
-        targets = [Target(position - 1 - start, position) for position in self._masked(start, min(end, self.limit))]
+        # The first slot's prediction was read before the block, with the forward that opened it.
+        targets = self._targets(start + 1, min(end, self.limit), read_from=start + 1)
         length = end - start
         return Span(start, self.canvas[start:end], [end] * length, targets, min(end, self.limit) - start, fresh=length)
 
@@ -265,9 +304,9 @@ class CausalContextRow(Row):
             self.forwards += 1
             self._open_block(span.end)
         else:
-            self._count_step()
+            self._count_step(span, tokens)
         self._place(span, tokens)
-        if self.state is State.DENOISING and not self._masked(self.block_start, self.block_end):
+        if self.state is State.DENOISING and self._settled() and not self._masked(self.block_start, self.block_end):
             self.state = State.COMMITTING
 
     def _causal(self, start: int, end: int, opens_block: bool, committed: int) -> Span:
@@ -311,13 +350,17 @@ class BidirectionalRow(Row):
 
     def span(self, budget: int) -> Span:
         start, end = self._span_start(), len(self.canvas)
-        targets = [Target(p - start, p) for p in self._masked(self.block_start, self._block_limit())]
+        targets = self._targets(self.block_start, self._block_limit(), read_from=start)
         return Span(start, self.canvas[start:], [end] * (end - start), targets, end - start, fresh=end - start)
 
     def receive(self, span: Span, tokens: Items[int | None]) -> None:
-        self._count_step()
+        self._count_step(span, tokens)
         self._place(span, tokens)
-        if self.state is State.DENOISING and not self._masked(self.block_start, self._block_limit()):
+        if (
+            self.state is State.DENOISING
+            and self._settled()
+            and not self._masked(self.block_start, self._block_limit())
+        ):
             self._open_block(self.block_end)
 
 
@@ -359,10 +402,12 @@ def _plan(request: Request, spec: ModelSpec) -> Plan:
 
 def _numbers(params: SamplingParams, rule: Rule, spec: ModelSpec) -> tuple[float, float]:
     """The rule's number and its bound: the prompt's, else the rule's own default, else the model's threshold."""
-    given = {"entropy_bound": params.entropy_bound, "factor": params.factor}.get(rule, params.threshold)
-    number = DEFAULT_NUMBERS.get(rule, spec.threshold) if given is None else given
-    bound = DEFAULT_KL_THRESHOLD if params.kl_threshold is None else params.kl_threshold
-    return number, bound
+    number = {"entropy_bound": params.entropy_bound, "factor": params.factor}.get(rule, params.threshold)
+    bound = {"klass": params.kl_threshold, "joint_threshold": params.edit_threshold}.get(rule)
+    return (
+        DEFAULT_NUMBERS.get(rule, spec.threshold) if number is None else number,
+        DEFAULT_BOUNDS.get(rule, 0.0) if bound is None else bound,
+    )
 
 
 def _room(request: Request, spec: ModelSpec, block_length: int) -> int:

@@ -17,6 +17,7 @@ class EntropyBound:
 
     needs_entropy: ClassVar[bool] = True
     needs_history: ClassVar[bool] = False
+    edits: ClassVar[bool] = False
 
     def accept(self, seen: Candidates) -> Tensor:
         assert seen.entropy is not None

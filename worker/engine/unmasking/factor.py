@@ -18,6 +18,7 @@ class Factor:
 
     needs_entropy: ClassVar[bool] = False
     needs_history: ClassVar[bool] = False
+    edits: ClassVar[bool] = False
 
     def accept(self, seen: Candidates) -> Tensor:
         ordered, order = seen.confidence.sort(dim=-1, descending=True, stable=True)

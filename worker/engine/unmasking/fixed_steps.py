@@ -14,6 +14,7 @@ class FixedSteps:
 
     needs_entropy: ClassVar[bool] = False
     needs_history: ClassVar[bool] = False
+    edits: ClassVar[bool] = False
 
     def accept(self, seen: Candidates) -> Tensor:
         rank = seen.confidence.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)

@@ -1,7 +1,7 @@
 """The protocol of an unmasking rule: which predicted positions of a row are accepted in this step.
 
 A rule is stateless and sees R rows at once, each with up to K masked positions of its active block, from left to
-right, padded. Rows bring their own numbers: a threshold, an entropy bound, a quota. At least one is always accepted.
+right, padded. Rows bring their own numbers: a threshold, an entropy bound, a quota. Of masks at least one is accepted.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ class Candidates:
     bound: Tensor  # (R, 1) float32: the second number of the rules that have one
     entropy: Tensor | None = None  # (R, K) float32, +inf where not valid
     divergence: Tensor | None = None  # (R, K) float32: how far the prediction moved, +inf where that is not known
+    placed: Tensor | None = None  # (R, K) bool: a token stands there
+    differs: Tensor | None = None  # (R, K) bool: x0 is not what stands there
 
 
 class UnmaskingRule(Protocol):
@@ -30,6 +32,7 @@ class UnmaskingRule(Protocol):
 
     needs_entropy: ClassVar[bool]
     needs_history: ClassVar[bool]
+    edits: ClassVar[bool]  # are placed tokens of the block candidates too?
 
     def accept(self, seen: Candidates) -> Tensor:
         """Which of the candidates are accepted: (R, K) bool, none that is not valid."""

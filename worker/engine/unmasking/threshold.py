@@ -14,6 +14,7 @@ class Threshold:
 
     needs_entropy: ClassVar[bool] = False
     needs_history: ClassVar[bool] = False
+    edits: ClassVar[bool] = False
 
     def accept(self, seen: Candidates) -> Tensor:
         return or_best(seen.confidence >= seen.number, seen.confidence, seen.valid)
