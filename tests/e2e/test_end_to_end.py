@@ -225,6 +225,7 @@ def test_generate_answers_one_prompt_without_a_queue(system: System) -> None:
     ("command", "told"),
     [
         (["run", "--model", "absent"], "no model 'absent'"),
+        (["generate", "hello", "--rule", "threshold", "--factor", "1"], "factor belongs to rule 'factor'"),
         (["run", "--device", "cpu,,cpu"], "a name is missing at a comma"),
         (["generate", "hello", "--device", "all,cpu"], "'all' stands alone"),
         (["generate", "hello", "--rule", "treshold"], "rule"),

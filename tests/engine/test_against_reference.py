@@ -95,6 +95,18 @@ def test_klass_is_worth_comparing_with(bidirectional_reference: Reference) -> No
     assert steps[0.01] > steps[2.0] > steps[1e9]
 
 
+def test_joint_threshold_is_worth_comparing_with(bidirectional_reference: Reference) -> None:
+    """Edits are made, and come to rest by themselves where they need much confidence."""
+
+    def answer(number: float, bound: float) -> Answer:
+        recipe = Recipe(max_new_tokens=22, block_length=8, rule="joint_threshold", number=number, bound=bound)
+        return bidirectional_reference.bidirectional_answer(prompt(5, 5), recipe, "none")
+
+    never, seldom, restless = answer(0.5, 1.0), answer(0.5, 0.9), answer(0.2, 0.3)
+    assert never.tokens != seldom.tokens
+    assert seldom.steps < 16 <= restless.steps
+
+
 def test_a_frozen_prefix_is_an_approximation(bidirectional_reference: Reference) -> None:
     """Otherwise the prefix cache would be compared with what it is not."""
     recipe = Recipe(max_new_tokens=22, block_length=8, rule="left_to_right", number=0.9)
