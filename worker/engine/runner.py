@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from contract.sampling import Rule
 from worker.engine.cache import SlotClass, Slots
 from worker.engine.history import History
 from worker.engine.models.decoder import Decoder
@@ -55,7 +56,7 @@ class ModelRunner:
             self.slots.release(row.key)
             self.history.release(row.key)
 
-    def _tensor(self, values: Items[int] | Items[float], dtype: torch.dtype) -> Tensor:
+    def _tensor(self, values: Items[object], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype).to(self.decoder.device, non_blocking=True)
 
     def _forward(self, rows: Items[Row], spans: Items[Span], watch: Stopwatch) -> Tensor:
@@ -90,7 +91,7 @@ class ModelRunner:
 
     def _accept(self, rows: Items[Row], spans: Items[Span], hidden: Tensor, prediction: Prediction) -> Tensor:
         """(N,) int64: the token where the row's rule accepts it."""
-        by_rule: dict[str, list[Member]] = defaultdict(list)
+        by_rule: dict[Rule, list[Member]] = defaultdict(list)
         first = 0
         for row, span in zip(rows, spans, strict=True):
             if span.targets:
