@@ -13,7 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from contract.errors import BadPrompt, nearest
 
 Rule = Literal["fixed_steps", "threshold", "left_to_right", "factor", "entropy_bound", "klass", "joint_threshold"]
-CacheKind = Literal["none", "prefix"]
+CacheKind = Literal["none", "prefix", "dual"]
+Commit = Literal["separate", "fused"]
 
 
 class SamplingParams(BaseModel):
@@ -31,6 +32,8 @@ class SamplingParams(BaseModel):
     edit_threshold: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     block_length: Annotated[int, Field(ge=1, le=4096)] | None = None
     cache: CacheKind | None = None
+    cache_refresh: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    commit: Commit | None = None
     temperature: Annotated[float, Field(ge=0.0, le=10.0)] = 0.0
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
@@ -54,6 +57,12 @@ class SamplingParams(BaseModel):
                 raise ValueError(f"{name} belongs to rule '{RULE_OF[name]}', not '{self.rule}': drop one of the two")
         if len(named) > 1:
             raise ValueError(f"{' and '.join(named)} belong to different rules: drop all but one")
+        return self
+
+    @model_validator(mode="after")
+    def _refresh_needs_a_cache(self) -> SamplingParams:
+        if self.cache_refresh is not None and self.cache not in ("prefix", "dual"):
+            raise ValueError("cache_refresh belongs to cache 'prefix' or 'dual': name one of them too")
         return self
 
     def resolved_rule(self, default: Rule) -> Rule:

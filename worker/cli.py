@@ -134,7 +134,11 @@ def generate(
     kl_threshold: Annotated[float | None, typer.Option(help="Bound of the KL of rule klass.")] = None,
     edit_threshold: Annotated[float | None, typer.Option(help="Confidence at which joint_threshold edits.")] = None,
     block_length: Annotated[int | None, typer.Option(help="Positions denoised together.")] = None,
-    cache: Annotated[str | None, typer.Option(help="none or prefix (bidirectional models).")] = None,
+    cache: Annotated[str | None, typer.Option(help="none, prefix or dual (bidirectional models).")] = None,
+    cache_refresh: Annotated[
+        int | None, typer.Option(help="Blocks between two computations of the whole canvas.")
+    ] = None,
+    commit: Annotated[str | None, typer.Option(help="separate or fused (models with a causal context).")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Nucleus sampling.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Sample among the k likeliest; 0 is off.")] = None,
@@ -157,6 +161,8 @@ def generate(
             "edit_threshold": edit_threshold,
             "block_length": block_length,
             "cache": cache,
+            "cache_refresh": cache_refresh,
+            "commit": commit,
             "temperature": temperature,
             "top_p": top_p,
             "top_k": top_k,

@@ -98,12 +98,15 @@ def applied_params(finished: Finished) -> dict[str, Any]:
         "klass": {"threshold": plan.number, "kl_threshold": plan.bound},
         "joint_threshold": {"threshold": plan.number, "edit_threshold": plan.bound},
     }.get(plan.rule, {"threshold": plan.number})
+    by_attention: dict[str, Any] = {"commit": plan.commit}
+    if plan.attention == "bidirectional":
+        by_attention = {"cache": plan.cache} | ({"cache_refresh": plan.cache_refresh} if plan.cache != "none" else {})
     return {
         "max_new_tokens": plan.max_new_tokens,
         "rule": plan.rule,
         **by_rule,
         "block_length": plan.block_length,
-        "cache": plan.cache,
+        **by_attention,
         "temperature": plan.temperature,
         "top_p": plan.top_p,
         "top_k": plan.top_k,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
@@ -58,6 +58,15 @@ class Answer:
     steps: int
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """Tokens whose keys and values were stored at one step, from `start` on, when the canvas had `length` positions."""
+
+    start: int
+    tokens: tuple[int, ...]
+    length: int
+
+
 class Reference:
     """The weights of `checkpoints` under one seed, computed by transformers."""
 
@@ -103,20 +112,29 @@ class Reference:
         length = len(canvas)
         return self.logits(canvas, list(range(length)), torch.ones(length, length, dtype=torch.bool))
 
-    def frozen_prefix_logits(self, before: list[int], canvas: list[int], block_start: int) -> Tensor:
-        """The canvas as the block sees it whose prefix was computed once, when the canvas was `before`.
+    def frozen_logits(self, history: list[Snapshot], canvas: list[int], start: int, end: int) -> Tensor:
+        """Positions start … end of the canvas, the rest as the snapshots left it; what is not computed is NaN.
 
-        Without a cache: `before` as a whole and the new suffix are one sequence. The old part sees itself; the
-        suffix sees the old prefix and itself. Rows of the prefix are NaN, nobody may read them.
+        Without a cache: every snapshot and the new part are one sequence. A snapshot's positions see, of each canvas
+        position, the newest copy up to their own snapshot; so does the new part.
         """
-        length, suffix = len(before), len(canvas) - block_start
-        visible = torch.zeros(length + suffix, length + suffix, dtype=torch.bool)
-        visible[:length, :length] = True
-        visible[length:, :block_start] = True
-        visible[length:, length:] = True
-        positions = [*range(length), *range(block_start, len(canvas))]
-        logits = self.logits(before + canvas[block_start:], positions, visible)
-        return torch.cat([torch.full((block_start, logits.shape[1]), math.nan), logits[length:]])
+        parts = [*history, Snapshot(start, tuple(canvas[start:end]), len(canvas))]
+        tokens = [token for part in parts for token in part.tokens]
+        positions = [p for part in parts for p in range(part.start, part.start + len(part.tokens))]
+        visible = torch.zeros(len(tokens), len(tokens), dtype=torch.bool)
+        newest: dict[int, int] = {}
+        first = 0
+        for part in parts:
+            for offset in range(len(part.tokens)):
+                newest[part.start + offset] = first + offset
+            seen = [place for position, place in newest.items() if position < part.length]
+            for offset in range(len(part.tokens)):
+                visible[first + offset, seen] = True
+            first += len(part.tokens)
+        logits = self.logits(tokens, positions, visible)
+        out = torch.full((len(canvas), logits.shape[1]), math.nan)
+        out[start:end] = logits[-(end - start) :]
+        return out
 
     def causal_answer(self, prompt: tuple[int, ...], recipe: Recipe) -> Answer:
         """Blocks after a causal context, predictions shifted by one; an answer never runs past its limit."""
@@ -139,25 +157,52 @@ class Reference:
                 break
         return Answer(cut(canvas, len(prompt), limit), steps)
 
-    def bidirectional_answer(self, prompt: tuple[int, ...], recipe: Recipe, cache: str) -> Answer:
+    def fused_answer(self, prompt: tuple[int, ...], recipe: Recipe) -> Answer:
+        """As `causal_answer`, but the first slot is decided in the block's first step, while it is still masked."""
+        canvas, limit, steps = list(prompt), len(prompt) + recipe.max_new_tokens, 0
+        while len(canvas) < limit and not ended(canvas, len(prompt), limit):
+            start, block = len(canvas), (len(canvas) - len(prompt)) // recipe.block_length
+            opening = guess(self.causal_logits(canvas, start)[-1], start, checkpoints.MASK)
+            opening = replace(opening, confidence=1.0, entropy=0.0)  # taken at once
+            canvas += [checkpoints.MASK] * recipe.block_length
+            diary = Diary()
+            for quota in quotas(recipe, block, min(limit, len(canvas)) - start):
+                if settled(diary, recipe) and (ended(canvas, len(prompt), limit) or not masked(canvas, start, limit)):
+                    break
+                logits = self.causal_logits(canvas, start)
+                # The first slot is read from the context, which never sees the block.
+                first = start if canvas[start] == checkpoints.MASK else start + 1
+                where = candidates(canvas, start, first, min(limit, len(canvas)), recipe)
+                diary.guesses.append([guess(logits[p - 1], p, canvas[p]) if p > start else opening for p in where])
+                step(canvas, diary, recipe, quota)
+                steps += 1
+        return Answer(cut(canvas, len(prompt), limit), steps)
+
+    def bidirectional_answer(self, prompt: tuple[int, ...], recipe: Recipe, cache: str, refresh: int = 1) -> Answer:
         """The answer stands there in masks from the start; blocks are denoised from left to right."""
         limit, steps = len(prompt) + recipe.max_new_tokens, 0
         canvas = list(prompt) + [checkpoints.MASK] * recipe.max_new_tokens
+        history: list[Snapshot] = []
         for block, start in enumerate(range(len(prompt), limit, recipe.block_length)):
             end = min(limit, start + recipe.block_length)
-            before = list(canvas)
             diary = Diary()
             for number, quota in enumerate(quotas(recipe, block, end - start)):
                 if settled(diary, recipe) and (ended(canvas, len(prompt), limit) or not masked(canvas, start, end)):
                     break
-                if cache == "prefix" and number:
-                    logits = self.frozen_prefix_logits(before, canvas, start)
+                stop = min(end, len(canvas)) if cache == "dual" else len(canvas)
+                if cache == "none" or (number == 0 and block % refresh == 0):
+                    logits, history = self.full_logits(canvas), []
+                    first, stop = 0, len(canvas)
                 else:
-                    logits = self.full_logits(canvas)
-                where = candidates(canvas, start, start, end, recipe)
+                    first = start - recipe.block_length if number == 0 else start
+                    logits = self.frozen_logits(history, canvas, first, stop)
+                history.append(Snapshot(first, tuple(canvas[first:stop]), len(canvas)))
+                where = candidates(canvas, start, start, min(end, len(canvas)), recipe)
                 diary.guesses.append([guess(logits[p], p, canvas[p]) for p in where])
                 step(canvas, diary, recipe, quota)
                 steps += 1
+                if cache != "none" and recipe.rule != "joint_threshold" and checkpoints.STOP in canvas[start:end]:
+                    del canvas[canvas.index(checkpoints.STOP, start) + 1 :]
             if ended(canvas, len(prompt), limit):
                 break
         return Answer(cut(canvas, len(prompt), limit), steps)

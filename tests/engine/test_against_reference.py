@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ from tests import checkpoints
 from tests.engine.reference import Answer, Recipe, Reference
 from tests.engine.running import prompt, request, run
 from worker.engine import Engine, Loaded
-from worker.engine.models.decoder import Decoder
+from worker.engine.models.decoder import Attend, Decoder
 
 LENGTHS = (1, 2, 5, 17, 40, 140)  # the last one outgrows the smallest cache slot
 RULES = (
@@ -59,7 +61,28 @@ def test_causal_context_gives_the_reference_tokens(
     assert engine_answers(causal, recipe) == expected
 
 
-@pytest.mark.parametrize("cache", ["none", "prefix"])
+@pytest.mark.parametrize("block_length", [1, 4, 6])
+@pytest.mark.parametrize(("rule", "number"), RULES)
+def test_a_commit_fused_with_the_next_step_gives_the_reference_tokens(
+    causal: Loaded, causal_reference: Reference, rule: str, number: float, block_length: int
+) -> None:
+    recipe = recipe_of(rule, number, block_length)
+    expected = {n: causal_reference.fused_answer(prompt(n, n), recipe) for n in LENGTHS}
+    assert engine_answers(causal, recipe, commit="fused") == expected
+
+
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+@pytest.mark.parametrize(("rule", "number"), RULES[::2])
+def test_a_cache_refreshed_at_every_other_block_gives_the_reference_tokens(
+    bidirectional: Loaded, bidirectional_reference: Reference, rule: str, number: float, cache: str
+) -> None:
+    recipe = recipe_of(rule, number, 5)
+    answer = bidirectional_reference.bidirectional_answer
+    expected = {n: answer(prompt(n, n), recipe, cache, refresh=2) for n in LENGTHS}
+    assert engine_answers(bidirectional, recipe, cache=cache, cache_refresh=2) == expected
+
+
+@pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
 @pytest.mark.parametrize("block_length", [5, 8, 32])
 @pytest.mark.parametrize(("rule", "number"), RULES)
 def test_bidirectional_gives_the_reference_tokens(
@@ -151,8 +174,8 @@ class RecordingDecoder(Decoder):
         self.__dict__.update(decoder.__dict__)
         self.logits: list[Tensor] = []
 
-    def last_norm(self, x: Tensor) -> Tensor:
-        out = super().last_norm(x)
+    def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend, wanted: Tensor) -> Tensor:
+        out = super().hidden(tokens, positions, attend, wanted)
         self.logits.append(out @ self.head.T)
         return out
 
@@ -173,7 +196,7 @@ def recipe_of(rule: str, number: float | tuple[float, float], block_length: int)
     return Recipe(max_new_tokens=22, block_length=block_length, rule=rule, number=first, bound=bound)
 
 
-def engine_answers(loaded: Loaded, recipe: Recipe, **params: str) -> dict[int, Answer]:
+def engine_answers(loaded: Loaded, recipe: Recipe, **params: Any) -> dict[int, Answer]:
     """All lengths together through the engine."""
     params = {
         **dict(zip(NAMES.get(recipe.rule, ("threshold",)), (recipe.number, recipe.bound), strict=False)),

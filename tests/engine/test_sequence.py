@@ -77,7 +77,7 @@ def test_placed_tokens_are_targets_of_a_rule_that_edits(bidirectional: Loaded) -
     one = editing(bidirectional, max_new_tokens=8)
     assert one.span(100).targets == [Target(position, position) for position in (3, 4, 5, 6)]
     one.receive(one.span(100), [None, 11, None, None])
-    assert one.span(100).targets == [Target(3, 3), Target(4, 4, 11), Target(5, 5), Target(6, 6)]
+    assert one.span(100).targets == [Target(3, 3), Target(4, 4, token=11), Target(5, 5), Target(6, 6)]
 
 
 def test_the_slot_that_opened_a_causal_block_is_not_edited(causal: Loaded) -> None:
@@ -113,7 +113,10 @@ def test_edits_without_end_are_cut_off(either: Loaded) -> None:
 def test_a_stop_token_ends_an_edited_answer_only_when_it_stays(bidirectional: Loaded) -> None:
     one = editing(bidirectional, max_new_tokens=4)
     one.receive(one.span(100), [10, checkpoints.STOP, None, None])
-    assert one.span(100).targets == [Target(3, 3, 10), Target(4, 4, checkpoints.STOP)]  # what is behind it is not asked
+    assert one.span(100).targets == [
+        Target(3, 3, token=10),
+        Target(4, 4, token=checkpoints.STOP),
+    ]  # what is behind it is not asked
     one.receive(one.span(100), [None, 11])
     assert [target.token for target in one.span(100).targets] == [10, 11, None, None]
     one.receive(one.span(100), [None, None, checkpoints.STOP, None])

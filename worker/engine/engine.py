@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+import torch
+
 from contract.errors import PromptFailure
 from worker.engine.models.decoder import Decoder
 from worker.engine.models.spec import ModelSpec
+from worker.engine.prefixes import Prefixes
 from worker.engine.runner import ModelRunner
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import Finished, Request, Row, State, admit
@@ -20,7 +23,8 @@ from worker.engine.stats import EngineStats, Stopwatch, step_stats
 class Engine:
     """Denoises any mix of rows together. Not thread-safe: one thread adds and steps.
 
-    `exact_timing` makes the seconds in `stats` true on a GPU too, at the price of waiting for it within each step.
+    `prefix_cache_mb` is for beginnings that prompts share; 0 turns sharing off. `exact_timing` makes the seconds in
+    `stats` true on a GPU too, at the price of waiting for it within each step.
     """
 
     def __init__(
@@ -29,11 +33,13 @@ class Engine:
         decoder: Decoder,
         max_rows: int = 32,
         max_step_tokens: int = 2048,
+        prefix_cache_mb: int = 256,
         exact_timing: bool = False,
     ) -> None:
         self.spec = spec
         self.runner = ModelRunner(spec, decoder)
         self.scheduler = Scheduler(max_rows, max_step_tokens)
+        self.prefixes = Prefixes(self.runner.slots, prefix_cache_mb << 20)
         self.stats = EngineStats()
         self._exact_timing = exact_timing
         self._next_key = 0
@@ -56,9 +62,12 @@ class Engine:
         """Ids of all rows in the engine, running and waiting."""
         return [row.request.id for row in (*self.scheduler.running, *self.scheduler.waiting)]
 
+    @torch.inference_mode()
     def step(self) -> list[Finished]:
         """One forward over the scheduled rows; the rows that ended with it."""
         watch = Stopwatch(self.runner.decoder.device, self._exact_timing)
+        self.scheduler.admit()
+        self._share_prefixes()
         chosen = self.scheduler.step()
         if not chosen:
             return []
@@ -68,20 +77,35 @@ class Engine:
                 row.fail(PromptFailure("model_error", "the model computed something that is not a number"))
             else:
                 row.receive(span, tokens)
+                if span.prefilled:
+                    self.prefixes.computed(row)
         ended = [self._retire(row) for row in self.scheduler.retire()]
         watch.lap("host")
         attention = self.runner.last_attention
         self.stats += step_stats(spans, attention.cells, attention.padded_cells, watch)
         return ended
 
+    @torch.inference_mode()
     def remove(self, request_id: Hashable) -> bool:
         """Drop a row without a result (it was given back or cancelled); False when it is not here."""
         row = self.scheduler.remove(request_id)
         if row is not None:
-            self.runner.release(row)
+            self._release(row)
         return row is not None
 
     def _retire(self, row: Row) -> Finished:
         assert row.state is State.FINISHED
-        self.runner.release(row)
+        self._release(row)
         return row.finished()
+
+    def _release(self, row: Row) -> None:
+        self.prefixes.leave(row.key)
+        self.scheduler.held.discard(row.key)
+        self.runner.release(row)
+
+    def _share_prefixes(self) -> None:
+        """Rows that have not begun take what is known of their prompts, or wait for the row that computes it."""
+        for row in self.scheduler.running:
+            if not row.entered:
+                row.entered = self.prefixes.enter(row)
+                (self.scheduler.held.discard if row.entered else self.scheduler.held.add)(row.key)

@@ -30,7 +30,7 @@ ALONE = 64
 
 
 class ModelRunner:
-    """Owns the decoder and the slots; runs one step for the rows it is given."""
+    """Owns the decoder and the slots; runs one step for the rows it is given. Call under `torch.inference_mode`."""
 
     def __init__(self, spec: ModelSpec, decoder: Decoder) -> None:
         self.spec = spec
@@ -43,18 +43,16 @@ class ModelRunner:
 
         A prediction that is not a number comes back as -1: the row must be failed.
         """
-        with torch.inference_mode():
-            hidden = self._forward(rows, spans, watch)
-            watch.lap("forward")
-            if not any(span.targets for span in spans):
-                return [[] for _ in spans]
-            return self._decide(rows, spans, hidden, watch)
+        hidden = self._forward(rows, spans, watch)
+        watch.lap("forward")
+        if not any(span.targets for span in spans):
+            return [[] for _ in spans]
+        return self._decide(rows, spans, hidden, watch)
 
     def release(self, row: Row) -> None:
         """Free the row's keys and values, and what was kept of its predictions."""
-        with torch.inference_mode():
-            self.slots.release(row.key)
-            self.history.release(row.key)
+        self.slots.release(row.key)
+        self.history.release(row.key)
 
     def _tensor(self, values: Items[object], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype).to(self.decoder.device, non_blocking=True)
@@ -72,8 +70,7 @@ class ModelRunner:
             first += len(span.tokens)
         at_targets = self._tensor(wanted, torch.int64)
         watch.lap("host")
-        hidden = self.decoder.hidden(tokens, positions, attention)  # (T, d)
-        return self.decoder.last_norm(hidden.index_select(0, at_targets))
+        return self.decoder.hidden(tokens, positions, attention, at_targets)
 
     def _decide(self, rows: Items[Row], spans: Items[Span], hidden: Tensor, watch: Stopwatch) -> list[list[int | None]]:
         needs_entropy = any(RULES[row.plan.rule].needs_entropy for row in rows)
@@ -97,20 +94,23 @@ class ModelRunner:
             if span.targets:
                 by_rule[row.plan.rule].append(Member(row, span, first))
             first += len(span.targets)
+        certain = self._tensor([target.certain for span in spans for target in span.targets], torch.bool)
+        sure = prediction.confidence.masked_fill(certain, 1.0)
+        entropies = None if prediction.entropy is None else prediction.entropy.masked_fill(certain, 0.0)
         decided = torch.full((first + 1,), -2, dtype=torch.int64, device=self.decoder.device)
         for rule, members in by_rule.items():
             width = max(len(member.span.targets) for member in members)
             index = self._tensor([member.index(width, padding=first) for member in members], torch.int64)  # (R, K)
             valid = index < first
             at = index.clamp_max(first - 1)
-            entropy, needs_history = prediction.entropy, RULES[rule].needs_history
+            needs_history = RULES[rule].needs_history
             standing = self._standing(members, width) if RULES[rule].edits else None
             candidates = Candidates(
-                confidence=prediction.confidence[at].masked_fill(~valid, -torch.inf),
+                confidence=sure[at].masked_fill(~valid, -torch.inf),
                 valid=valid,
                 number=self._tensor([[member.row.number()] for member in members], torch.float32),
                 bound=self._tensor([[member.row.plan.bound] for member in members], torch.float32),
-                entropy=None if entropy is None else entropy[at].masked_fill(~valid, torch.inf),
+                entropy=None if entropies is None else entropies[at].masked_fill(~valid, torch.inf),
                 divergence=self._divergence(members, width, hidden) if needs_history else None,
                 placed=None if standing is None else standing >= 0,
                 differs=None if standing is None else standing != prediction.x0[at],

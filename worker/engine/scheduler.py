@@ -16,6 +16,8 @@ class Scheduler:
         self.max_step_tokens = max_step_tokens
         self.waiting: deque[Row] = deque()
         self.running: list[Row] = []
+        self.held: set[int] = set()
+        """Keys of running rows that wait for another one's prefill."""
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.running)
@@ -27,13 +29,16 @@ class Scheduler:
         """Rows that could be added and run at once."""
         return max(0, self.max_rows - len(self))
 
-    def step(self) -> list[tuple[Row, Span]]:
-        """Admit what fits, then choose this forward's rows and spans; never empty while there are rows."""
+    def admit(self) -> None:
+        """Let waiting rows in while there is room."""
         while self.waiting and len(self.running) < self.max_rows:
             self.running.append(self.waiting.popleft())
+
+    def step(self) -> list[tuple[Row, Span]]:
+        """Choose this forward's rows and spans; never empty while there are running rows that are not held."""
         chosen: list[tuple[Row, Span]] = []
         left = self.max_step_tokens
-        prefilling = [row for row in self.running if row.state is State.PREFILLING]
+        prefilling = [row for row in self.running if row.state is State.PREFILLING and row.key not in self.held]
         for row in self.running:
             if row.state is not State.PREFILLING and (row.next_length() <= left or not chosen):
                 chosen.append((row, row.span(left)))

@@ -15,8 +15,8 @@ from enum import Enum, auto
 from typing import ClassVar, Literal
 
 from contract.errors import BadPrompt, PromptError
-from contract.sampling import CacheKind, Rule, SamplingParams
-from worker.engine.models.spec import ModelSpec
+from contract.sampling import CacheKind, Commit, Rule, SamplingParams
+from worker.engine.models.spec import Attention, ModelSpec
 from worker.engine.unmasking import DEFAULT_BOUNDS, DEFAULT_NUMBERS, RULES
 from worker.engine.unmasking.fixed_steps import quota
 
@@ -46,6 +46,7 @@ class Request:
 class Plan:
     """A row's parameters with every default resolved; fixed at admission."""
 
+    attention: Attention
     rule: Rule
     number: float  # τ, γ or f; unused by fixed_steps, whose quota changes from step to step
     bound: float  # the second number of the rules that have one: KLASS's bound of the KL, the edit threshold
@@ -53,6 +54,8 @@ class Plan:
     denoise_steps: int
     block_length: int
     cache: CacheKind
+    cache_refresh: int  # blocks between two computations of the whole canvas
+    commit: Commit
     temperature: float
     top_p: float
     top_k: int
@@ -61,12 +64,16 @@ class Plan:
 
 @dataclass(frozen=True)
 class Target:
-    """A position to predict: read at `offset` of the span, meant for canvas position `position`."""
+    """A position to predict: read at `offset` of the span, meant for canvas position `position`.
+
+    `certain`: it is predicted from finished text alone and taken at once, whatever its confidence.
+    `token`: what stands there, for rules that edit; None where it is a mask.
+    """
 
     offset: int
     position: int
+    certain: bool = False
     token: int | None = None
-    """What stands there, for rules that edit; None where it is a mask."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,11 @@ class Span:
     @property
     def end(self) -> int:
         return self.start + len(self.tokens)
+
+    @property
+    def prefilled(self) -> int:
+        """Positions of the prompt's first pass."""
+        return len(self.tokens) - self.committed - self.fresh
 
 
 @dataclass(frozen=True)
@@ -124,6 +136,8 @@ class Row(ABC):
     spec: ModelSpec
     canvas: list[int] = field(init=False)
     state: State = field(init=False, default=State.PREFILLING)
+    prefilled: int = field(init=False, default=0)  # prompt positions whose keys and values are stored for good
+    entered: bool = field(init=False, default=True)  # False: what is known of the prompt is not taken over yet
     block_start: int = field(init=False)
     steps: int = field(init=False, default=0)  # denoise forwards
     forwards: int = field(init=False, default=0)  # denoise and commit forwards
@@ -168,8 +182,11 @@ class Row(ABC):
     def number(self) -> float:
         """The rule's number for the next decision: τ, γ, f or this step's quota."""
         if self.plan.rule == "fixed_steps":
-            return quota(self._block_masks, self._block_steps(), self._block_step)
+            return self._quota()
         return self.plan.number
+
+    def _quota(self) -> int:
+        return quota(self._block_masks, self._block_steps(self.block_start), self._block_step)
 
     def fail(self, error: PromptError) -> None:
         """End the row with an error."""
@@ -214,7 +231,7 @@ class Row(ABC):
         if not self._edits:
             return [Target(position - read_from, position) for position in self._masked(start, end)]
         positions = range(start, self._decisive_stop(end))
-        return [Target(position - read_from, position, self._standing(position)) for position in positions]
+        return [Target(position - read_from, position, token=self._standing(position)) for position in positions]
 
     def _standing(self, position: int) -> int | None:
         token = self.canvas[position]
@@ -240,10 +257,10 @@ class Row(ABC):
         self.forwards += 1
         self._block_step += 1
 
-    def _block_steps(self) -> int:
-        """This block's share of `denoise_steps`: an even split, the first blocks taking the remainder, at least one."""
+    def _block_steps(self, start: int) -> int:
+        """A block's share of `denoise_steps`: an even split, the first blocks taking the remainder, at least one."""
         blocks = -(-self.plan.max_new_tokens // self.plan.block_length)
-        block = (self.block_start - self.prompt_length) // self.plan.block_length
+        block = (start - self.prompt_length) // self.plan.block_length
         return max(1, quota(self.plan.denoise_steps, blocks, block))
 
     def _answer_end(self) -> int:
@@ -267,65 +284,101 @@ class Row(ABC):
 class CausalContextRow(Row):
     """Finished text is causal and cached for good; the active block sees it and all of itself. Shifted by one.
 
-    Prefill and each commit also predict the next block's first slot, exactly as an autoregressive model would, so a
-    block is denoised from its second slot on.
+    Prefill and each commit also predict the next block's first slot, exactly as an autoregressive model would. With
+    `commit: separate` that slot is taken at once and the block is denoised from its second slot on; with `fused` the
+    same forward holds the next block too and is also its first denoise step: fewer forwards, more positions.
     """
 
     KIND: ClassVar[str] = "causal_context"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._prefilled = 0
+        self.entered = False
+
+    @property
+    def fused(self) -> bool:
+        return self.plan.commit == "fused"
 
     def next_length(self) -> int:
+        ahead = self.plan.block_length if self.fused else 0
         if self.state is State.PREFILLING:
-            return self.prompt_length - self._prefilled
+            return self.prompt_length - self.prefilled + ahead
+        if self.state is State.COMMITTING:
+            return self.plan.block_length + ahead
         return self.plan.block_length
 
     def span(self, budget: int) -> Span:
         if self.state is State.PREFILLING:
-            start, end = self._prefilled, min(self.prompt_length, self._prefilled + budget)
-            return self._causal(start, end, opens_block=end == self.prompt_length, committed=0)
-        if self.state is State.COMMITTING:
-            start, end = self.block_start, self.block_end
-            return self._causal(start, end, opens_block=True, committed=end - start)
+            return self._prefill(budget)
         start, end = self.block_start, self.block_end
+        if self.state is State.COMMITTING:
+            return self._opening(start, end, committed=end - start)
         # The first slot's prediction was read before the block, with the forward that opened it.
         targets = self._targets(start + 1, min(end, self.limit), read_from=start + 1)
         length = end - start
         return Span(start, self.canvas[start:end], [end] * length, targets, min(end, self.limit) - start, fresh=length)
 
     def receive(self, span: Span, tokens: Items[int | None]) -> None:
+        opened = span.start + len(span.tokens) - span.fresh
         if self.state is State.PREFILLING:
-            self._prefilled = span.end
+            self.prefilled = opened
             if span.targets:
-                self._open_block(span.end)
+                self._open_block(opened)
         elif self.state is State.COMMITTING:
-            self.forwards += 1
-            self._open_block(span.end)
-        else:
+            self.forwards += not self.fused
+            self._open_block(opened)
+        if span.fresh:
             self._count_step(span, tokens)
         self._place(span, tokens)
         if self.state is State.DENOISING and self._settled() and not self._masked(self.block_start, self.block_end):
             self.state = State.COMMITTING
 
-    def _causal(self, start: int, end: int, opens_block: bool, committed: int) -> Span:
-        targets = [Target(end - 1 - start, end)] if opens_block else []
+    def _quota(self) -> int:
+        if self.state is State.DENOISING:
+            return super()._quota()
+        start = self.prompt_length if self.state is State.PREFILLING else self.block_end
+        return quota(self._masks_of(start), self._block_steps(start), 0)
+
+    def _masks_of(self, start: int) -> int:
+        """Masks that the rule decides in the block at `start`; a separate commit brings the first slot itself."""
+        return min(self.limit - start, self.plan.block_length) - (not self.fused)
+
+    def _prefill(self, budget: int) -> Span:
+        start, end = self.prefilled, min(self.prompt_length, self.prefilled + budget)
+        if self.fused and end == self.prompt_length:
+            # The last chunk opens the block, which must fit in as well; a single position goes in any case.
+            end = max(start + 1, min(end, start + budget - self.plan.block_length))
+        if end == self.prompt_length:
+            return self._opening(start, end, committed=0)
+        return Span(start, self.canvas[start:end], list(range(start + 1, end + 1)), [], end - start)
+
+    def _opening(self, start: int, end: int, committed: int) -> Span:
+        """Causal positions up to `end`, the last of which predicts the first slot of the block that begins there."""
         visible = list(range(start + 1, end + 1))
-        return Span(start, self.canvas[start:end], visible, targets, end - start, committed)
+        opening = Target(end - 1 - start, end, certain=True)
+        if not self.fused:
+            return Span(start, self.canvas[start:end], visible, [opening], end - start, committed)
+        stop = end + self.plan.block_length
+        tokens = self.canvas[start:end] + [self.spec.mask_id] * (stop - end)
+        visible += [stop] * (stop - end)
+        masked = range(end, min(stop, self.limit))
+        targets = [opening, *(Target(position - 1 - start, position) for position in masked[1:])]
+        return Span(start, tokens, visible, targets, masked.stop - start, committed, fresh=stop - end)
 
     def _open_block(self, start: int) -> None:
         self.canvas.extend([self.spec.mask_id] * self.plan.block_length)
-        # The first slot arrives with the forward that opens the block; the rule's quota is for the others.
-        self._begin_block(start, min(self.limit - start, self.plan.block_length) - 1)
+        self._begin_block(start, self._masks_of(start))
         self.state = State.DENOISING
 
 
 class BidirectionalRow(Row):
     """Every position sees the whole canvas, which stands there in masks from the start; blocks go left to right.
 
-    cache `none`: each step computes the whole canvas (exact). cache `prefix`: a block's first step does, and keeps
-    keys and values; its later steps compute from the block on and see the frozen prefix.
+    cache `none`: each step computes the whole canvas (exact). With a cache a block's first step does so and stores
+    keys and values; its later steps compute from the block on (`prefix`) or the block alone (`dual`) and see the rest
+    as it was stored. With `cache_refresh` n only every n-th block computes the whole canvas; the others begin with
+    the block before them, whose last tokens came after its keys and values. With a cache the canvas ends at the first
+    stop token that was decided.
     """
 
     KIND: ClassVar[str] = "bidirectional"
@@ -336,32 +389,46 @@ class BidirectionalRow(Row):
         self.state = State.DENOISING
         self._open_block(self.prompt_length)
 
-    def _open_block(self, start: int) -> None:
-        self._begin_block(start, min(self.limit - start, self.plan.block_length))
-
-    def _block_limit(self) -> int:
-        return min(self.block_end, self.limit)
-
-    def _span_start(self) -> int:
-        return self.block_start if self.plan.cache == "prefix" and self._block_step else 0
-
     def next_length(self) -> int:
-        return len(self.canvas) - self._span_start()
+        start, end = self._bounds()
+        return end - start
 
     def span(self, budget: int) -> Span:
-        start, end = self._span_start(), len(self.canvas)
+        start, end = self._bounds()
         targets = self._targets(self.block_start, self._block_limit(), read_from=start)
-        return Span(start, self.canvas[start:], [end] * (end - start), targets, end - start, fresh=end - start)
+        visible = [len(self.canvas)] * (end - start)
+        return Span(start, self.canvas[start:end], visible, targets, end - start, fresh=end - start)
 
     def receive(self, span: Span, tokens: Items[int | None]) -> None:
         self._count_step(span, tokens)
         self._place(span, tokens)
-        if (
-            self.state is State.DENOISING
-            and self._settled()
-            and not self._masked(self.block_start, self._block_limit())
-        ):
+        if self.plan.cache != "none" and not self._edits:  # an edit may still take the stop token away
+            self._drop_what_follows_a_stop()
+        left = self._masked(self.block_start, self._block_limit())
+        if self.state is State.DENOISING and self._settled() and not left:
             self._open_block(self.block_end)
+
+    def _drop_what_follows_a_stop(self) -> None:
+        """Nothing after a stop token is seen or computed again; with no cache the canvas stays whole, as published."""
+        for position in range(self.block_start, self._block_limit()):
+            if self.canvas[position] in self.spec.stop_ids:
+                del self.canvas[position + 1 :]
+                return
+
+    def _bounds(self) -> tuple[int, int]:
+        """The part of the canvas that the next step computes."""
+        block = (self.block_start - self.prompt_length) // self.plan.block_length
+        refreshing = self._block_step == 0 and block % self.plan.cache_refresh == 0
+        if self.plan.cache == "none" or refreshing:
+            return 0, len(self.canvas)
+        start = self.block_start - (self.plan.block_length if self._block_step == 0 else 0)
+        return start, self._block_limit() if self.plan.cache == "dual" else len(self.canvas)
+
+    def _block_limit(self) -> int:
+        return min(self.block_end, len(self.canvas))
+
+    def _open_block(self, start: int) -> None:
+        self._begin_block(start, min(self.limit - start, self.plan.block_length))
 
 
 ROWS: dict[str, type[Row]] = {row.KIND: row for row in (CausalContextRow, BidirectionalRow)}
@@ -381,11 +448,14 @@ def _plan(request: Request, spec: ModelSpec) -> Plan:
     rule = params.resolved_rule(spec.rule)
     if params.cache is not None and spec.attention == "causal_context":
         raise BadPrompt("bad_params", f"cache: family '{spec.family}' always uses its exact cache; leave it out")
+    if params.commit is not None and spec.attention != "causal_context":
+        raise BadPrompt("bad_params", f"commit: family '{spec.family}' commits no blocks; leave it out")
     block_length = params.block_length or spec.block_length
     limit = _room(request, spec, block_length)
     number, bound = _numbers(params, rule, spec)
     max_new_tokens = min(params.max_new_tokens, limit)
     return Plan(
+        attention=spec.attention,
         rule=rule,
         number=number,
         bound=bound,
@@ -393,6 +463,8 @@ def _plan(request: Request, spec: ModelSpec) -> Plan:
         denoise_steps=params.denoise_steps or max_new_tokens,
         block_length=block_length,
         cache=params.cache or "none",
+        cache_refresh=params.cache_refresh or 1,
+        commit=params.commit or spec.commit,
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=params.top_k,

@@ -70,7 +70,7 @@ class Stopwatch:
 def step_stats(spans: Sequence[Span], cells: int, padded: int, watch: Stopwatch) -> EngineStats:
     """The totals of one step."""
     commit = sum(span.committed for span in spans)
-    prefill = sum(len(span.tokens) - span.fresh for span in spans) - commit
+    prefill = sum(span.prefilled for span in spans)
     denoise = sum(span.fresh for span in spans)
     each = watch.seconds["forward"] / max(1, prefill + denoise + commit)
     return EngineStats(

@@ -71,26 +71,27 @@ class Decoder:
             if layer.qkv_bias is not None:
                 yield layer.qkv_bias
 
-    def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """tokens (T,), positions (T,) -> states before the last norm (T, d)."""
+    def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend, wanted: Tensor) -> Tensor:
+        """tokens (T,), positions (T,), wanted (N,) indices into T -> states there (N, d), ready for the head."""
         x = F.embedding(tokens, self.embed)
         cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)  # (T, 1, head_dim)
+        last = len(self.layers) - 1
         for number, layer in enumerate(self.layers):
-            x = x + self._attention(number, layer, self._rms_norm(x, layer.attention_norm), cos, sin, attend)
+            seen = self._attention(number, layer, self._rms_norm(x, layer.attention_norm), cos, sin, attend)
+            if number == last:  # all positions leave their keys and values; only the wanted ones go on
+                x, seen = x.index_select(0, wanted), seen.index_select(0, wanted)
+            x = x + F.linear(seen, layer.o)
             x = x + _swiglu(self._rms_norm(x, layer.mlp_norm), layer)
-        return x
-
-    def last_norm(self, x: Tensor) -> Tensor:
-        """(N, d) -> (N, d), ready for the head; apart from `hidden` so that only rows with a target pay for it."""
         return self._rms_norm(x, self.norm)
 
     def _attention(self, number: int, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """(T, d) -> what each position saw, (T, heads * head_dim)."""
         c = self.config
         qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(-1, c.heads + 2 * c.kv_heads, c.head_dim)
         q, k, v = qkv.split([c.heads, c.kv_heads, c.kv_heads], dim=1)
         if layer.qk_norm is not None:
             q, k = self._rms_norm(q, layer.qk_norm[0]), self._rms_norm(k, layer.qk_norm[1])
-        return F.linear(attend(number, _rotate(q, cos, sin), _rotate(k, cos, sin), v), layer.o)
+        return attend(number, _rotate(q, cos, sin), _rotate(k, cos, sin), v)
 
     def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Statistics in float32, the weight applied in the model's dtype, as Llama and LLaDA publish it."""

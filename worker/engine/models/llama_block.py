@@ -1,7 +1,7 @@
 """Llama-shaped models adapted to denoise blocks after a causal context (the bundled demo model).
 
-Published layout: Llama's weight names and config fields, plus `mask_token_id`, `block_length`, `denoise_rule` and
-`denoise_threshold`. How it decodes is told in `models/demo-adapter/README.md`.
+Published layout: Llama's weight names and config fields, plus `mask_token_id`, `block_length`, `denoise_rule`,
+`denoise_threshold` and `denoise_commit`. How it decodes is told in `models/demo-adapter/README.md`.
 """
 
 from __future__ import annotations
@@ -27,4 +27,5 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         rule=config.get("denoise_rule", "left_to_right"),
         threshold=config.get("denoise_threshold", 0.9),
         tensor_name=llama_name,
+        commit=config.get("denoise_commit", "separate"),
     )

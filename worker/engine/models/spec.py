@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from contract.sampling import Rule
+from contract.sampling import Commit, Rule
 
 Attention = Literal["causal_context", "bidirectional"]
 
@@ -40,6 +40,7 @@ class ModelSpec:
 
     attention: `causal_context` sees finished text causally and the active block in both directions;
     `bidirectional` sees the whole canvas. shift: the prediction for position i is read at i - 1.
+    commit: whether a finished block is written by a forward of its own, or by the next block's first denoise step.
     tensor_name: our name of a weight (`layers.0.q`, `embed`, `head` …) to the published one.
     """
 
@@ -53,3 +54,4 @@ class ModelSpec:
     rule: Rule
     threshold: float
     tensor_name: Callable[[str], str]
+    commit: Commit = "separate"
