@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from contract.errors import BadPrompt, nearest
 
-Rule = Literal["fixed_steps", "threshold", "left_to_right", "entropy_bound"]
+Rule = Literal["fixed_steps", "threshold", "left_to_right", "factor", "entropy_bound", "klass", "joint_threshold"]
 CacheKind = Literal["none", "prefix", "dual"]
 Commit = Literal["separate", "fused"]
 
@@ -26,7 +26,10 @@ class SamplingParams(BaseModel):
     rule: Rule | None = None
     denoise_steps: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     threshold: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    factor: Annotated[float, Field(gt=0.0)] | None = None
     entropy_bound: Annotated[float, Field(ge=0.0)] | None = None
+    kl_threshold: Annotated[float, Field(gt=0.0)] | None = None
+    edit_threshold: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     block_length: Annotated[int, Field(ge=1, le=4096)] | None = None
     cache: CacheKind | None = None
     cache_refresh: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
@@ -48,8 +51,12 @@ class SamplingParams(BaseModel):
 
     @model_validator(mode="after")
     def _parameters_belong_to_the_rule(self) -> SamplingParams:
-        if self.denoise_steps is not None and self.rule not in (None, "fixed_steps"):
-            raise ValueError(f"denoise_steps belongs to rule 'fixed_steps', not '{self.rule}': drop one of the two")
+        named = [name for name in RULE_OF if getattr(self, name) is not None]
+        for name in named:
+            if self.rule not in (None, RULE_OF[name]):
+                raise ValueError(f"{name} belongs to rule '{RULE_OF[name]}', not '{self.rule}': drop one of the two")
+        if len(named) > 1:
+            raise ValueError(f"{' and '.join(named)} belong to different rules: drop all but one")
         return self
 
     @model_validator(mode="after")
@@ -59,10 +66,18 @@ class SamplingParams(BaseModel):
         return self
 
     def resolved_rule(self, default: Rule) -> Rule:
-        """The rule that applies: the named one, else `fixed_steps` when steps are given, else `default`."""
-        return self.rule or ("fixed_steps" if self.denoise_steps is not None else default)
+        """The rule that applies: the named one, else that of a parameter which only one rule has, else `default`."""
+        own = (rule for name, rule in RULE_OF.items() if getattr(self, name) is not None)
+        return self.rule or next(own, None) or default
 
 
+# Parameters that select their rule.
+RULE_OF: dict[str, Rule] = {
+    "denoise_steps": "fixed_steps",
+    "factor": "factor",
+    "kl_threshold": "klass",
+    "edit_threshold": "joint_threshold",
+}
 # Names under which other systems know our parameters.
 ALIASES = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "steps": "denoise_steps"}
 
@@ -77,10 +92,11 @@ def parse_params(values: dict[str, Any], base: SamplingParams | None = None) -> 
         if name not in SamplingParams.model_fields:
             raise BadPrompt("bad_params", f"unknown parameter '{name}'{nearest(name, SamplingParams.model_fields)}")
     inherited = base.model_dump(exclude_unset=True) if base else {}
-    # A rule and its steps are named together or not at all: the nearer naming drops the other one's counterpart.
-    for mine, theirs in (("rule", "denoise_steps"), ("denoise_steps", "rule")):
-        if mine in named:
-            inherited.pop(theirs, None)
+    # A rule and its parameter are named together or not at all: the nearer naming drops what belongs to another rule.
+    chosen = [rule for name, rule in {"rule": named.get("rule"), **RULE_OF}.items() if name in named]
+    if chosen:
+        others = {"rule", *(name for name, rule in RULE_OF.items() if rule not in chosen)}
+        inherited = {name: value for name, value in inherited.items() if name not in others}
     merged = {**inherited, **named}
     try:
         return SamplingParams.model_validate(merged)

@@ -100,7 +100,7 @@ class WorkerSettings(Settings):
 
     file_name: ClassVar[str] = "worker.yaml"
 
-    device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
+    device: str = Field("auto", description="auto, cpu, cuda or cuda:N; several with commas, or all: one process each")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="arithmetic; auto: bfloat16 where the hardware multiplies it natively, else float32"
     )

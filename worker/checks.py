@@ -11,6 +11,7 @@ from importlib.metadata import version
 from contract import server
 from contract.errors import DllmError
 from contract.settings import WorkerSettings
+from worker.devices import devices
 from worker.model import open_model
 
 
@@ -38,7 +39,11 @@ def redis(config: WorkerSettings) -> str:
 
 
 def model(config: WorkerSettings) -> str:
-    """The checkpoint loads, and so many rows fit into memory."""
+    """The checkpoint loads on every device, and so many rows fit into memory."""
+    return "; ".join(_on_device(config.model_copy(update={"device": device})) for device in devices(config.device))
+
+
+def _on_device(config: WorkerSettings) -> str:
     opened = open_model(config)
     facts = ", ".join(f"{name} {value}" for name, value in opened.describe().items())
     return f"{facts} ({opened.engine.memory.budget >> 20} MB for keys and values)"

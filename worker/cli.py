@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 from rich.console import Console
 
 from contract import logs, settings
 from contract.errors import DllmError, UsageError
-from contract.sampling import parse_params
+from contract.sampling import Rule, parse_params
 from contract.settings import WorkerSettings
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -25,7 +25,9 @@ err = Console(stderr=True)
 Root = Annotated[Path | None, typer.Option(help="Folder under which all others lie.")]
 RedisUrl = Annotated[str | None, typer.Option(help="Redis address; without it the local server is used.")]
 ModelName = Annotated[str | None, typer.Option(help="A name under models/, or a checkpoint folder.")]
-Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+Device = Annotated[
+    str | None, typer.Option(help="auto, cpu, cuda or cuda:N; `run` also takes several with commas, or all.")
+]
 Dtype = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")]
 
 
@@ -48,13 +50,33 @@ def run(
     max_rows: Annotated[int | None, typer.Option(help="Prompts denoised together.")] = None,
     name: Annotated[str | None, typer.Option(help="Worker name; default: host and process id.")] = None,
     burst: Annotated[bool, typer.Option(help="Stop when no work is left.")] = False,
+    supervisor: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Take prompts from the queue and denoise them until told to stop.
+    """Take prompts from the queue and denoise them until told to stop; on several devices with one process each.
 
     Example: worker run --model demo --max-rows 32
     """
-    flags = {"root": root, "redis_url": redis_url, "model": model, "device": device, "dtype": dtype}
-    config = settings.read(WorkerSettings, flags | {"max_rows": max_rows, "name": name})
+    flags = {"root": root, "redis_url": redis_url, "model": model, "dtype": dtype, "max_rows": max_rows}
+    config = settings.read(WorkerSettings, flags | {"device": device, "name": name})
+    from worker.devices import devices
+
+    places = devices(config.device)
+    if len(places) > 1:
+        raise typer.Exit(_supervise(places, config, burst, flags))
+    _work(config.model_copy(update={"device": places[0]}), burst, supervisor)
+
+
+def _supervise(places: list[str], config: WorkerSettings, burst: bool, flags: dict[str, Any]) -> int:
+    from worker.intake import worker_name
+    from worker.supervisor import supervise
+
+    name = worker_name(config)
+    logs.set_up(config.folders.create().logs, f"worker-{name}", config.log_level, config.log_max_mb)
+    return supervise(places, name, burst, flags, logs.get(worker=name))
+
+
+def _work(config: WorkerSettings, burst: bool, supervisor: int | None) -> None:
+    """Be the worker of one device."""
     # Imported here: torch and transformers take seconds, and `worker --help` should not.
     from contract.ledger import Ledger
     from contract.server import open_redis
@@ -62,6 +84,7 @@ def run(
     from worker.loop import Loop
     from worker.model import open_model
     from worker.outputs import Outputs
+    from worker.supervisor import report
 
     worker = worker_name(config)
     logs.set_up(config.folders.create().logs, f"worker-{worker}", config.log_level, config.log_max_mb)
@@ -74,6 +97,8 @@ def run(
     with Outputs(config.folders, ledger, worker) as outputs, Intake(redis, ledger, config) as intake:
         loop = Loop(intake, opened, outputs, config.grace_s, log, config.log_prompts)
         with _signals(loop.stop):
+            if supervisor is not None:
+                report(supervisor, loop.stop)
             loop.run(burst)
     log.info("worker_stopped")
 
@@ -102,9 +127,12 @@ def generate(
     dtype: Dtype = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None,
     denoise_steps: Annotated[int | None, typer.Option(help="Steps over the whole answer (rule fixed_steps).")] = None,
-    rule: Annotated[str | None, typer.Option(help="fixed_steps, threshold, left_to_right or entropy_bound.")] = None,
+    rule: Annotated[str | None, typer.Option(help=f"One of {', '.join(get_args(Rule))}.")] = None,
     threshold: Annotated[float | None, typer.Option(help="Confidence at which a token is accepted.")] = None,
+    factor: Annotated[float | None, typer.Option(help="Factor of rule factor.")] = None,
     entropy_bound: Annotated[float | None, typer.Option(help="Bound of rule entropy_bound.")] = None,
+    kl_threshold: Annotated[float | None, typer.Option(help="Bound of the KL of rule klass.")] = None,
+    edit_threshold: Annotated[float | None, typer.Option(help="Confidence at which joint_threshold edits.")] = None,
     block_length: Annotated[int | None, typer.Option(help="Positions denoised together.")] = None,
     cache: Annotated[str | None, typer.Option(help="none, prefix or dual (bidirectional models).")] = None,
     cache_refresh: Annotated[
@@ -127,7 +155,10 @@ def generate(
             "denoise_steps": denoise_steps,
             "rule": rule,
             "threshold": threshold,
+            "factor": factor,
             "entropy_bound": entropy_bound,
+            "kl_threshold": kl_threshold,
+            "edit_threshold": edit_threshold,
             "block_length": block_length,
             "cache": cache,
             "cache_refresh": cache_refresh,
@@ -140,9 +171,10 @@ def generate(
     )
     flags = {"root": root, "model": model, "device": device, "dtype": dtype, "max_rows": 1}
     config = settings.read(WorkerSettings, flags)
+    from worker.devices import devices
     from worker.model import open_model
 
-    opened = open_model(config)
+    opened = open_model(config.model_copy(update={"device": devices(config.device)[0]}))
     opened.engine.add(opened.request("generate", prompt, None, params))
     finished = None
     while finished is None:

@@ -94,7 +94,10 @@ def applied_params(finished: Finished) -> dict[str, Any]:
     plan = finished.plan
     by_rule: dict[str, Any] = {
         "fixed_steps": {"denoise_steps": plan.denoise_steps},
+        "factor": {"factor": plan.number},
         "entropy_bound": {"entropy_bound": plan.number},
+        "klass": {"threshold": plan.number, "kl_threshold": plan.bound},
+        "joint_threshold": {"threshold": plan.number, "edit_threshold": plan.bound},
     }.get(plan.rule, {"threshold": plan.number})
     by_attention: dict[str, Any] = {"commit": plan.commit}
     if plan.attention == "bidirectional":

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from contract.errors import BadPrompt
-from contract.sampling import ALIASES, SamplingParams, parse_params
+from contract.sampling import ALIASES, RULE_OF, SamplingParams, parse_params
 
 
 def fault(values: dict[str, Any], base: SamplingParams | None = None) -> str:
@@ -46,6 +46,12 @@ def test_a_name_like_no_other_is_named_alone() -> None:
         ("threshold", 0.0),
         ("threshold", 1.1),
         ("entropy_bound", -0.1),
+        ("factor", 0),
+        ("factor", "much"),
+        ("kl_threshold", 0),
+        ("edit_threshold", 0),
+        ("edit_threshold", 1.1),
+        ("kl_threshold", float("nan")),
         ("block_length", 4097),
         ("temperature", -1),
         ("temperature", float("nan")),
@@ -64,7 +70,7 @@ def test_a_value_out_of_range_names_the_parameter(name: str, value: Any) -> None
     assert fault({name: value}).startswith(f"{name}: ")
 
 
-@pytest.mark.parametrize("name", ["max_new_tokens", "temperature", "seed"])
+@pytest.mark.parametrize("name", ["max_new_tokens", "temperature", "seed", *RULE_OF])
 def test_true_is_not_a_number(name: str) -> None:
     assert fault({name: True}) == f"{name} must be a number, not true"
 
@@ -103,6 +109,28 @@ def test_nearer_steps_drop_an_inherited_rule(name: str) -> None:
 def test_steps_with_another_rule_in_one_place_contradict_each_other() -> None:
     assert "denoise_steps belongs to rule 'fixed_steps', not 'threshold'" in fault({"steps": 8, "rule": "threshold"})
     assert parse_params({"steps": 8, "rule": "fixed_steps"}).denoise_steps == 8
+
+
+@pytest.mark.parametrize(("name", "rule"), RULE_OF.items())
+def test_a_parameter_of_one_rule_selects_it(name: str, rule: str) -> None:
+    assert parse_params({name: 1}).resolved_rule("left_to_right") == rule
+    assert parse_params({name: 1, "rule": rule}).rule == rule
+    assert fault({name: 1, "rule": "threshold"}) == (
+        f"{name} belongs to rule '{rule}', not 'threshold': drop one of the two"
+    )
+
+
+def test_parameters_of_two_rules_contradict_each_other() -> None:
+    assert fault({"factor": 1, "steps": 8}) == "denoise_steps and factor belong to different rules: drop all but one"
+
+
+def test_a_nearer_rule_drops_what_belongs_to_an_inherited_one() -> None:
+    base = SamplingParams(rule="factor", factor=0.5, threshold=0.8)
+    assert parse_params({"rule": "threshold"}, base) == SamplingParams(rule="threshold", threshold=0.8)
+    assert parse_params({"denoise_steps": 4}, base) == SamplingParams(denoise_steps=4, threshold=0.8)
+    assert parse_params({"kl_threshold": 0.1}, base) == SamplingParams(kl_threshold=0.1, threshold=0.8)
+    assert parse_params({"rule": "factor"}, base) == base
+    assert parse_params({"factor": 2}, base).resolved_rule("threshold") == "factor"
 
 
 def test_the_rule_is_the_named_one_else_that_of_the_steps_else_the_models() -> None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -136,6 +136,52 @@ def test_a_killed_worker_loses_nothing_and_doubles_nothing(system: System, wait_
     assert (system.root / "many.jsonl").exists()  # submitted, not dropped: the user's own file stays
 
 
+def test_one_command_keeps_a_worker_alive_on_each_device(system: System, wait_until: Callable[..., None]) -> None:
+    """Both work; one that is killed comes back, and every prompt ends exactly once; both stop in order."""
+    ledger = system.ledger()
+    supervisor = system.start("worker", "run", "--device", "cpu,cpu", "--name", "box", "--max-rows", "8")
+
+    def states() -> dict[str, str]:
+        return {worker.name: worker.state for worker in queues.workers(ledger.redis)}
+
+    def pid(name: str) -> int:
+        return int(cast(bytes, ledger.redis.hget(f"rq:worker:{name}", "pid") or b"0"))
+
+    wait_until(lambda: states().keys() == {"box-0", "box-1"}, START_S)
+    prompts = [{"prompt": f"prompt {number}", "max_new_tokens": 96} for number in range(150)]
+    batch = system.submit("many.jsonl", prompts)
+    wait_until(lambda: states() == {"box-0": "busy", "box-1": "busy"}, START_S)
+    killed = pid("box-0")
+    os.kill(killed, signal.SIGKILL)
+    wait_until((system.folders.outputs / "many.jsonl").exists, START_S)
+    assert [row["prompt"] for row in system.rows("many.jsonl")] == [row["prompt"] for row in prompts]
+    assert not (system.folders.outputs / "many.errors.jsonl").exists()
+    record = ledger.get(batch)
+    assert record is not None
+    assert (record.counts.done, record.counts.failed) == (150, 0)
+    wait_until(lambda: pid("box-0") not in (0, killed) and len(states()) == 2, START_S)
+    supervisor.send_signal(signal.SIGTERM)
+    assert supervisor.wait(timeout=30) == 0
+    assert states() == {}
+    assert [event["code"] for event in system.log("worker-box.jsonl") if event["event"] == "worker died"] == [-9]
+
+
+def test_workers_stop_when_their_supervisor_is_killed(system: System, wait_until: Callable[..., None]) -> None:
+    ledger = system.ledger()
+    supervisor = system.start("worker", "run", "--device", "cpu,cpu", "--name", "box")
+    wait_until(lambda: len(queues.workers(ledger.redis)) == 2, START_S)
+    supervisor.kill()
+    wait_until(lambda: not queues.workers(ledger.redis), START_S)
+    assert [event["event"] for event in system.log("worker-box-*.jsonl")].count("worker_stopped") == 2
+
+
+def test_burst_on_several_devices_ends_when_no_work_is_left(system: System) -> None:
+    system.submit("few.jsonl", [{"prompt": f"prompt {number}", "max_new_tokens": 8} for number in range(20)])
+    done = system.call("worker", "run", "--device", "cpu,cpu", "--burst")
+    assert done.returncode == 0, done.stderr
+    assert len(system.rows("few.jsonl")) == 20
+
+
 def test_submit_with_wait_tells_by_its_exit_code_whether_all_went_well(system: System) -> None:
     system.start("worker", "run")
     good = [
@@ -179,6 +225,9 @@ def test_generate_answers_one_prompt_without_a_queue(system: System) -> None:
     ("command", "told"),
     [
         (["run", "--model", "absent"], "no model 'absent'"),
+        (["generate", "hello", "--rule", "threshold", "--factor", "1"], "factor belongs to rule 'factor'"),
+        (["run", "--device", "cpu,,cpu"], "a name is missing at a comma"),
+        (["generate", "hello", "--device", "all,cpu"], "'all' stands alone"),
         (["generate", "hello", "--rule", "treshold"], "rule"),
         (["generate", ""], "empty"),
         (["generate", "hello", "--top-p", "7"], "top_p"),

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -19,22 +20,34 @@ from tests import checkpoints
 
 @dataclass(frozen=True)
 class Guess:
-    """What the model says about one masked position."""
+    """What the model says about one position of the block, and the token that stands there."""
 
     position: int
     token: int
     confidence: float
     entropy: float
+    p: Tensor
+    standing: int
+
+
+@dataclass
+class Diary:
+    """What happened in a block so far."""
+
+    guesses: list[list[Guess]] = field(default_factory=list)
+    changed: bool = False
+    only_edits: int = 0
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a prompt is denoised; every value is given, nothing has a default."""
+    """How a prompt is denoised; every value is given."""
 
     max_new_tokens: int
     block_length: int
     rule: str
-    number: float  # τ, γ, or the denoise steps of the whole answer
+    number: float  # τ, γ, f, or the denoise steps of the whole answer
+    bound: float = 0.0  # of the rules that have a second number
 
 
 @dataclass(frozen=True)
@@ -128,14 +141,17 @@ class Reference:
         canvas, limit, steps = list(prompt), len(prompt) + recipe.max_new_tokens, 0
         while len(canvas) < limit:
             start, block = len(canvas), (len(canvas) - len(prompt)) // recipe.block_length
-            opening = guess(self.causal_logits(canvas, start)[-1], start)
+            opening = guess(self.causal_logits(canvas, start)[-1], start, checkpoints.MASK)
             canvas += [opening.token] + [checkpoints.MASK] * (recipe.block_length - 1)
             masks = min(limit, len(canvas)) - start - 1
+            diary = Diary()
             for quota in quotas(recipe, block, masks):
-                if ended(canvas, len(prompt), limit) or not masked(canvas, start, limit):
+                if settled(diary, recipe) and (ended(canvas, len(prompt), limit) or not masked(canvas, start, limit)):
                     break
                 logits = self.causal_logits(canvas, start)
-                step(canvas, [guess(logits[p - 1], p) for p in masked(canvas, start, limit)], recipe, quota)
+                where = candidates(canvas, start, start + 1, min(limit, len(canvas)), recipe)
+                diary.guesses.append([guess(logits[p - 1], p, canvas[p]) for p in where])
+                step(canvas, diary, recipe, quota)
                 steps += 1
             if ended(canvas, len(prompt), limit):
                 break
@@ -146,16 +162,19 @@ class Reference:
         canvas, limit, steps = list(prompt), len(prompt) + recipe.max_new_tokens, 0
         while len(canvas) < limit and not ended(canvas, len(prompt), limit):
             start, block = len(canvas), (len(canvas) - len(prompt)) // recipe.block_length
-            opening = guess(self.causal_logits(canvas, start)[-1], start)
-            opening = Guess(start, opening.token, confidence=1.0, entropy=0.0)  # taken at once
+            opening = guess(self.causal_logits(canvas, start)[-1], start, checkpoints.MASK)
+            opening = replace(opening, confidence=1.0, entropy=0.0)  # taken at once
             canvas += [checkpoints.MASK] * recipe.block_length
+            diary = Diary()
             for quota in quotas(recipe, block, min(limit, len(canvas)) - start):
-                if ended(canvas, len(prompt), limit) or not masked(canvas, start, limit):
+                if settled(diary, recipe) and (ended(canvas, len(prompt), limit) or not masked(canvas, start, limit)):
                     break
                 logits = self.causal_logits(canvas, start)
                 # The first slot is read from the context, which never sees the block.
-                guesses = [guess(logits[p - 1], p) if p > start else opening for p in masked(canvas, start, limit)]
-                step(canvas, guesses, recipe, quota)
+                first = start if canvas[start] == checkpoints.MASK else start + 1
+                where = candidates(canvas, start, first, min(limit, len(canvas)), recipe)
+                diary.guesses.append([guess(logits[p - 1], p, canvas[p]) if p > start else opening for p in where])
+                step(canvas, diary, recipe, quota)
                 steps += 1
         return Answer(cut(canvas, len(prompt), limit), steps)
 
@@ -166,8 +185,9 @@ class Reference:
         history: list[Snapshot] = []
         for block, start in enumerate(range(len(prompt), limit, recipe.block_length)):
             end = min(limit, start + recipe.block_length)
+            diary = Diary()
             for number, quota in enumerate(quotas(recipe, block, end - start)):
-                if ended(canvas, len(prompt), limit) or not masked(canvas, start, end):
+                if settled(diary, recipe) and (ended(canvas, len(prompt), limit) or not masked(canvas, start, end)):
                     break
                 stop = min(end, len(canvas)) if cache == "dual" else len(canvas)
                 if cache == "none" or (number == 0 and block % refresh == 0):
@@ -177,23 +197,25 @@ class Reference:
                     first = start - recipe.block_length if number == 0 else start
                     logits = self.frozen_logits(history, canvas, first, stop)
                 history.append(Snapshot(first, tuple(canvas[first:stop]), len(canvas)))
-                step(canvas, [guess(logits[p], p) for p in masked(canvas, start, end)], recipe, quota)
+                where = candidates(canvas, start, start, min(end, len(canvas)), recipe)
+                diary.guesses.append([guess(logits[p], p, canvas[p]) for p in where])
+                step(canvas, diary, recipe, quota)
                 steps += 1
-                if cache != "none" and checkpoints.STOP in canvas[start:end]:
+                if cache != "none" and recipe.rule != "joint_threshold" and checkpoints.STOP in canvas[start:end]:
                     del canvas[canvas.index(checkpoints.STOP, start) + 1 :]
             if ended(canvas, len(prompt), limit):
                 break
         return Answer(cut(canvas, len(prompt), limit), steps)
 
 
-def guess(logits: Tensor, position: int) -> Guess:
+def guess(logits: Tensor, position: int, standing: int) -> Guess:
     """The best token that is not the mask, its probability, and the entropy, in float64."""
     allowed = logits.double()
     allowed[checkpoints.MASK] = -torch.inf
     p = allowed.softmax(-1)
     token = int(p.argmax())
     entropy = -sum(x * math.log(x) for x in p.tolist() if x > 0)
-    return Guess(position, token, float(p[token]), entropy)
+    return Guess(position, token, float(p[token]), entropy, p, standing)
 
 
 def quotas(recipe: Recipe, block: int, masks: int) -> Iterator[int]:
@@ -211,18 +233,57 @@ def quotas(recipe: Recipe, block: int, masks: int) -> Iterator[int]:
         yield 0
 
 
-def step(canvas: list[int], guesses: list[Guess], recipe: Recipe, quota: int) -> None:
-    """Write the guesses that the rule accepts, at least one."""
-    for one in accepted(guesses, recipe, quota):
+def candidates(canvas: list[int], start: int, first: int, end: int, recipe: Recipe) -> list[int]:
+    """Positions to guess of the block that begins at `start`: masks, and for the rule that edits all from `first`.
+
+    What stands behind a stop token that ends the answer is of no interest.
+    """
+    if recipe.rule != "joint_threshold":
+        return masked(canvas, first, end)
+    if checkpoints.STOP in canvas[start:end]:
+        stop = canvas.index(checkpoints.STOP, start)
+        if checkpoints.MASK not in canvas[start:stop]:
+            return list(range(first, stop + 1))
+    return list(range(first, end))
+
+
+def settled(diary: Diary, recipe: Recipe) -> bool:
+    """Has the rule that edits come to rest?"""
+    return recipe.rule != "joint_threshold" or not diary.changed or diary.only_edits >= 16
+
+
+def step(canvas: list[int], diary: Diary, recipe: Recipe, quota: int) -> None:
+    """Write the guesses that the rule accepts."""
+    taken = accepted(diary.guesses, recipe, quota)
+    for one in taken:
         canvas[one.position] = one.token
+    diary.changed = bool(taken)
+    diary.only_edits += all(one.standing != checkpoints.MASK for one in diary.guesses[-1])
 
 
-def accepted(guesses: list[Guess], recipe: Recipe, quota: int) -> list[Guess]:
+def accepted(past: list[list[Guess]], recipe: Recipe, quota: int) -> list[Guess]:
+    guesses = past[-1]
     best_first = sorted(guesses, key=lambda one: (-one.confidence, one.position))
     if recipe.rule == "fixed_steps":
         return best_first[: max(1, quota)]
     if recipe.rule == "threshold":
         return [one for one in guesses if one.confidence >= recipe.number] or best_first[:1]
+    if recipe.rule == "joint_threshold":
+        open_ = [one for one in guesses if one.standing == checkpoints.MASK]
+        sure = [one for one in open_ if one.confidence > recipe.number]
+        best = [one for one in best_first if one.standing == checkpoints.MASK][:1]
+        wrong = [one for one in guesses if one.standing not in (checkpoints.MASK, one.token)]
+        return (sure or best) + [one for one in wrong if one.confidence > recipe.bound]
+    if recipe.rule == "factor":
+        count = max(
+            (k for k in range(1, len(guesses) + 1) if best_first[k - 1].confidence >= 1 - recipe.number / (k + 1)),
+            default=1,
+        )
+        return best_first[:count]
+    if recipe.rule == "klass":
+        return [
+            one for one in guesses if one.confidence > recipe.number and steady(one.position, past, recipe.bound)
+        ] or best_first[:1]
     if recipe.rule == "left_to_right":
         taken = guesses[:1]
         for one in guesses[1:]:
@@ -238,6 +299,16 @@ def accepted(guesses: list[Guess], recipe: Recipe, quota: int) -> list[Guess]:
         taken.append(one)
         total += one.entropy
     return taken
+
+
+def steady(position: int, past: list[list[Guess]], bound: float) -> bool:
+    """Has the distribution at `position` moved by less than `bound` in each of the last two steps?"""
+    seen = [one.p for guesses in past[-3:] for one in guesses if one.position == position]
+    return len(seen) == 3 and all(divergence(now, before) < bound for before, now in pairwise(seen))
+
+
+def divergence(now: Tensor, before: Tensor) -> float:
+    return sum(a * math.log(a / b) for a, b in zip(now.tolist(), before.tolist(), strict=True) if a > 0)
 
 
 def masked(canvas: list[int], start: int, end: int) -> list[int]:

@@ -25,8 +25,20 @@ RULES = (
     ("left_to_right", 0.5),
     ("entropy_bound", 0.1),
     ("entropy_bound", 2.0),
+    ("factor", 1.0),
+    ("factor", 2.5),
+    ("klass", (0.9, 0.01)),
+    ("klass", (0.3, 2.0)),
+    ("joint_threshold", (0.5, 0.9)),
+    ("joint_threshold", (0.2, 0.3)),
 )
-NAME_OF_NUMBER = {"fixed_steps": "denoise_steps", "entropy_bound": "entropy_bound"}
+NAMES = {
+    "fixed_steps": ("denoise_steps",),
+    "entropy_bound": ("entropy_bound",),
+    "factor": ("factor",),
+    "klass": ("threshold", "kl_threshold"),
+    "joint_threshold": ("threshold", "edit_threshold"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +54,9 @@ def bidirectional_reference() -> Reference:
 @pytest.mark.parametrize("block_length", [1, 4, 6])
 @pytest.mark.parametrize(("rule", "number"), RULES)
 def test_causal_context_gives_the_reference_tokens(
-    causal: Loaded, causal_reference: Reference, rule: str, number: float, block_length: int
+    causal: Loaded, causal_reference: Reference, rule: str, number: float | tuple[float, float], block_length: int
 ) -> None:
-    recipe = Recipe(max_new_tokens=22, block_length=block_length, rule=rule, number=number)
+    recipe = recipe_of(rule, number, block_length)
     expected = {n: causal_reference.causal_answer(prompt(n, n), recipe) for n in LENGTHS}
     assert engine_answers(causal, recipe) == expected
 
@@ -54,7 +66,7 @@ def test_causal_context_gives_the_reference_tokens(
 def test_a_commit_fused_with_the_next_step_gives_the_reference_tokens(
     causal: Loaded, causal_reference: Reference, rule: str, number: float, block_length: int
 ) -> None:
-    recipe = Recipe(max_new_tokens=22, block_length=block_length, rule=rule, number=number)
+    recipe = recipe_of(rule, number, block_length)
     expected = {n: causal_reference.fused_answer(prompt(n, n), recipe) for n in LENGTHS}
     assert engine_answers(causal, recipe, commit="fused") == expected
 
@@ -64,7 +76,7 @@ def test_a_commit_fused_with_the_next_step_gives_the_reference_tokens(
 def test_a_cache_refreshed_at_every_other_block_gives_the_reference_tokens(
     bidirectional: Loaded, bidirectional_reference: Reference, rule: str, number: float, cache: str
 ) -> None:
-    recipe = Recipe(max_new_tokens=22, block_length=5, rule=rule, number=number)
+    recipe = recipe_of(rule, number, 5)
     answer = bidirectional_reference.bidirectional_answer
     expected = {n: answer(prompt(n, n), recipe, cache, refresh=2) for n in LENGTHS}
     assert engine_answers(bidirectional, recipe, cache=cache, cache_refresh=2) == expected
@@ -77,11 +89,11 @@ def test_bidirectional_gives_the_reference_tokens(
     bidirectional: Loaded,
     bidirectional_reference: Reference,
     rule: str,
-    number: float,
+    number: float | tuple[float, float],
     block_length: int,
     cache: str,
 ) -> None:
-    recipe = Recipe(max_new_tokens=22, block_length=block_length, rule=rule, number=number)
+    recipe = recipe_of(rule, number, block_length)
     expected = {n: bidirectional_reference.bidirectional_answer(prompt(n, n), recipe, cache) for n in LENGTHS}
     assert engine_answers(bidirectional, recipe, cache=cache) == expected
 
@@ -93,6 +105,29 @@ def test_the_references_are_worth_comparing_with(causal_reference: Reference) ->
     assert len({token for answer in answers for token in answer.tokens}) > 40
     assert 2 <= sum(len(answer.tokens) < 32 for answer in answers) <= 18
     assert any(answer.steps < len(answer.tokens) * 3 / 4 for answer in answers)
+
+
+def test_klass_is_worth_comparing_with(bidirectional_reference: Reference) -> None:
+    """Neither does every step take one position, nor does the bound of the KL make no difference."""
+    steps = {
+        bound: bidirectional_reference.bidirectional_answer(
+            prompt(9, 9), Recipe(max_new_tokens=22, block_length=32, rule="klass", number=0.3, bound=bound), "none"
+        ).steps
+        for bound in (0.01, 2.0, 1e9)
+    }
+    assert steps[0.01] > steps[2.0] > steps[1e9]
+
+
+def test_joint_threshold_is_worth_comparing_with(bidirectional_reference: Reference) -> None:
+    """Edits are made, and come to rest by themselves where they need much confidence."""
+
+    def answer(number: float, bound: float) -> Answer:
+        recipe = Recipe(max_new_tokens=22, block_length=8, rule="joint_threshold", number=number, bound=bound)
+        return bidirectional_reference.bidirectional_answer(prompt(5, 5), recipe, "none")
+
+    never, seldom, restless = answer(0.5, 1.0), answer(0.5, 0.9), answer(0.2, 0.3)
+    assert never.tokens != seldom.tokens
+    assert seldom.steps < 16 <= restless.steps
 
 
 def test_a_frozen_prefix_is_an_approximation(bidirectional_reference: Reference) -> None:
@@ -156,10 +191,15 @@ def opening(logits: Tensor) -> int:
     return int(allowed.argmax())
 
 
+def recipe_of(rule: str, number: float | tuple[float, float], block_length: int) -> Recipe:
+    first, bound = number if isinstance(number, tuple) else (number, 0.0)
+    return Recipe(max_new_tokens=22, block_length=block_length, rule=rule, number=first, bound=bound)
+
+
 def engine_answers(loaded: Loaded, recipe: Recipe, **params: Any) -> dict[int, Answer]:
     """All lengths together through the engine."""
     params = {
-        NAME_OF_NUMBER.get(recipe.rule, "threshold"): recipe.number,
+        **dict(zip(NAMES.get(recipe.rule, ("threshold",)), (recipe.number, recipe.bound), strict=False)),
         "rule": recipe.rule,
         "max_new_tokens": recipe.max_new_tokens,
         "block_length": recipe.block_length,

@@ -5,16 +5,17 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from contract.sampling import SamplingParams
+from contract.sampling import Rule, SamplingParams
 from tests.engine.running import engine_of, prompt, run
 from worker.engine import Finished, Loaded, Request
 
 PROMPTS = 40
+RULES = sorted(get_args(Rule))
 LONGEST = 300  # two moves to a larger cache slot
 BUDGETS = (1, 3, 8, 17, 64, 200, 2048)
 bounded = settings(
@@ -64,7 +65,7 @@ def test_the_pool_holds_every_kind_of_prompt() -> None:
     """The property is worth as much as the prompts that it ranges over."""
     for attention in ("causal_context", "bidirectional"):
         params = [pool_request(attention, which).params for which in range(PROMPTS)]
-        assert {one.rule for one in params} == {"fixed_steps", "threshold", "left_to_right", "entropy_bound"}
+        assert {one.rule for one in params} == set(RULES)
         assert 5 < sum(one.temperature > 0 for one in params) < PROMPTS - 5
     assert {one.cache for one in params} == {"none", "prefix", "dual"}
     assert any(len(pool_request(attention, which).prompt_ids) > 128 for which in range(PROMPTS))
@@ -91,7 +92,7 @@ def hold(loaded: Loaded, mix: list[Guest], max_rows: int, max_step_tokens: int) 
     assert not finished.keys() & removed
     for which, one in finished.items():
         assert outcome(one) == outcome(alone(loaded, which))
-    assert len(engine.runner.slots) == 0
+    assert len(engine.runner.slots) == len(engine.runner.history) == 0
     assert not engine.prefixes.leading
 
 
@@ -109,15 +110,21 @@ def outcome(finished: Finished) -> Finished:
 def pool_request(attention: str, which: int) -> Request:
     """Prompt number `which`: fixed once, so that mixes differ in their make-up and every lonely run is made once."""
     draw = random.Random(which)
-    rule = draw.choice(["fixed_steps", "threshold", "left_to_right", "entropy_bound"])
+    rule = draw.choice(RULES)
     params: dict[str, Any] = {"rule": rule, "max_new_tokens": draw.randint(1, 30)}
     params["block_length"] = draw.choice([1, 2, 4, 7, 16])
     if rule == "fixed_steps":
         params["denoise_steps"] = draw.randint(1, 30)
     elif rule == "entropy_bound":
         params["entropy_bound"] = draw.choice([0.0, 0.1, 1.0, 5.0])
+    elif rule == "factor":
+        params["factor"] = draw.choice([0.5, 1.0, 3.0])
     else:
         params["threshold"] = draw.choice([0.3, 0.6, 0.9, 1.0])
+    if rule == "joint_threshold":
+        params["edit_threshold"] = draw.choice([0.2, 0.5, 0.9])
+    if rule == "klass":
+        params["kl_threshold"] = draw.choice([0.1, 2.0, 50.0])
     if draw.random() < 0.5:
         params |= {"temperature": draw.choice([0.5, 1.0, 2.0]), "seed": draw.randrange(2**63)}
         params |= {"top_p": draw.choice([0.5, 0.9, 1.0]), "top_k": draw.choice([0, 3, 40])}

@@ -11,7 +11,7 @@ from tests import checkpoints
 from tests.engine.running import engine_of, prompt, request, run
 from worker.engine import Loaded
 from worker.engine.models.spec import ModelSpec
-from worker.engine.sequence import Row, State, admit
+from worker.engine.sequence import EDIT_STEPS, Row, State, Target, admit
 
 CONTEXT = 512
 
@@ -63,6 +63,66 @@ def test_a_row_waits_for_masks_before_a_stop_token(bidirectional: Loaded) -> Non
     one.receive(one.span(100), [10, None, None])
     assert one.state is State.FINISHED
     assert one.finished().token_ids == (10,)
+
+
+def editing(loaded: Loaded, **params: Any) -> Row:
+    """A row whose rule edits, its first block open: the causal kind has its first slot, 9, by then."""
+    one = row(loaded, 3, rule="joint_threshold", block_length=4, **params)
+    if one.state is State.PREFILLING:
+        one.receive(one.span(100), [9])
+    return one
+
+
+def test_placed_tokens_are_targets_of_a_rule_that_edits(bidirectional: Loaded) -> None:
+    one = editing(bidirectional, max_new_tokens=8)
+    assert one.span(100).targets == [Target(position, position) for position in (3, 4, 5, 6)]
+    one.receive(one.span(100), [None, 11, None, None])
+    assert one.span(100).targets == [Target(3, 3), Target(4, 4, token=11), Target(5, 5), Target(6, 6)]
+
+
+def test_the_slot_that_opened_a_causal_block_is_not_edited(causal: Loaded) -> None:
+    """Its prediction was read before the block, whose queries come no earlier than itself."""
+    one = editing(causal, max_new_tokens=8)
+    assert [target.position for target in one.span(100).targets] == [4, 5, 6]
+
+
+def test_a_block_that_is_edited_ends_with_a_step_that_changes_nothing(either: Loaded) -> None:
+    one = editing(either, max_new_tokens=8)
+    count = len(one.span(100).targets)
+    block = one.block_start
+    one.receive(one.span(100), list(range(10, 10 + count)))
+    assert (one.state, one.block_start) == (State.DENOISING, block)
+    one.receive(one.span(100), [*[None] * (count - 1), 20])
+    assert (one.state, one.block_start) == (State.DENOISING, block)
+    one.receive(one.span(100), [None] * count)
+    assert one.state is State.COMMITTING or one.block_start == block + 4
+    assert one.canvas[6] == 20
+
+
+def test_edits_without_end_are_cut_off(either: Loaded) -> None:
+    one = editing(either, max_new_tokens=4)
+    steps = 0
+    while one.state is State.DENOISING:
+        span = one.span(100)
+        one.receive(span, [10 + (target.token == 10) for target in span.targets])
+        steps += 1
+    assert one.state is State.FINISHED
+    assert steps == 1 + EDIT_STEPS
+
+
+def test_a_stop_token_ends_an_edited_answer_only_when_it_stays(bidirectional: Loaded) -> None:
+    one = editing(bidirectional, max_new_tokens=4)
+    one.receive(one.span(100), [10, checkpoints.STOP, None, None])
+    assert one.span(100).targets == [
+        Target(3, 3, token=10),
+        Target(4, 4, token=checkpoints.STOP),
+    ]  # what is behind it is not asked
+    one.receive(one.span(100), [None, 11])
+    assert [target.token for target in one.span(100).targets] == [10, 11, None, None]
+    one.receive(one.span(100), [None, None, checkpoints.STOP, None])
+    one.receive(one.span(100), [None, None, None])
+    assert one.state is State.FINISHED
+    assert one.finished().token_ids == (10, 11)
 
 
 def test_a_stop_token_of_the_prompt_ends_nothing(either: Loaded) -> None:

@@ -173,6 +173,9 @@ def test_what_cannot_be_submitted_is_wrong_usage_and_nothing_is_submitted(
         (["--temperature", "99"], "temperature: Input should be less than or equal to 10"),
         (["--rule", "threshhold"], "rule"),
         (["--rule", "threshold", "--denoise-steps", "4"], "denoise_steps belongs to rule 'fixed_steps'"),
+        (["--factor", "0"], "factor"),
+        (["--rule", "factor", "--kl-threshold", "0.1"], "kl_threshold belongs to rule 'klass'"),
+        (["--rule", "klass", "--edit-threshold", "0.9"], "edit_threshold belongs to rule 'joint_threshold'"),
         (["--no-such-flag"], "No such option"),
     ],
 )

@@ -77,6 +77,11 @@ def predict(
     return Prediction(x0, confidence, entropy)
 
 
+def log_probabilities(hidden: Tensor, head: Tensor, mask_id: int) -> Tensor:
+    """hidden (N, d), head (V, d) -> (N, V) float32: the whole distribution, for rules that compare it over steps."""
+    return _logits(hidden, head, mask_id).log_softmax(-1)
+
+
 def _logits(hidden: Tensor, head: Tensor, forbidden: int) -> Tensor:
     """(N, rows of `head`) float32, -inf at the row `forbidden` where there is one."""
     logits = F.linear(hidden, head).float()

@@ -17,8 +17,11 @@ from typing import ClassVar, Literal
 from contract.errors import BadPrompt, PromptError
 from contract.sampling import CacheKind, Commit, Rule, SamplingParams
 from worker.engine.models.spec import Attention, ModelSpec
-from worker.engine.unmasking import DEFAULT_ENTROPY_BOUND
+from worker.engine.unmasking import DEFAULT_BOUNDS, DEFAULT_NUMBERS, RULES
 from worker.engine.unmasking.fixed_steps import quota
+
+EDIT_STEPS = 16
+"""A block whose masks are gone may be edited for so many steps; two tokens could displace each other for ever."""
 
 
 class State(Enum):
@@ -45,7 +48,8 @@ class Plan:
 
     attention: Attention
     rule: Rule
-    number: float  # τ or γ; unused by fixed_steps, whose quota changes from step to step
+    number: float  # τ, γ or f; unused by fixed_steps, whose quota changes from step to step
+    bound: float  # the second number of the rules that have one: KLASS's bound of the KL, the edit threshold
     max_new_tokens: int
     denoise_steps: int
     block_length: int
@@ -60,14 +64,16 @@ class Plan:
 
 @dataclass(frozen=True)
 class Target:
-    """A masked position to predict: read at `offset` of the span, meant for canvas position `position`.
+    """A position to predict: read at `offset` of the span, meant for canvas position `position`.
 
     `certain`: it is predicted from finished text alone and taken at once, whatever its confidence.
+    `token`: what stands there, for rules that edit; None where it is a mask.
     """
 
     offset: int
     position: int
     certain: bool = False
+    token: int | None = None
 
 
 @dataclass(frozen=True)
@@ -144,6 +150,9 @@ class Row(ABC):
         self.block_start = self.prompt_length
         self._block_masks = 0
         self._block_step = 0
+        self._edits = RULES[self.plan.rule].edits
+        self._changed = False  # did the block's last step change anything?
+        self._edit_steps = 0  # steps of this block in which only edits were possible
 
     @property
     def prompt_length(self) -> int:
@@ -176,7 +185,7 @@ class Row(ABC):
         """Take the forward's outcome: for each target of `span` the accepted token, or None."""
 
     def number(self) -> float:
-        """The rule's number for the next decision: τ, γ or this step's quota."""
+        """The rule's number for the next decision: τ, γ, f or this step's quota."""
         if self.plan.rule == "fixed_steps":
             return self._quota()
         return self.plan.number
@@ -212,13 +221,43 @@ class Row(ABC):
             if token is not None:
                 self.canvas[target.position] = token
         self.positions += len(span.tokens)
-        if self._ended():
+        if self._ended() and self._settled():
             self.state = State.FINISHED
 
     def _begin_block(self, start: int, masks: int) -> None:
         self.block_start, self._block_masks, self._block_step = start, masks, 0
+        self._changed, self._edit_steps = False, 0
 
-    def _count_step(self) -> None:
+    def _targets(self, start: int, end: int, read_from: int) -> list[Target]:
+        """What of start … end to predict: masks; where the rule edits, what was placed as well, up to a stop token.
+
+        Position p is read at offset p - read_from.
+        """
+        if not self._edits:
+            return [Target(position - read_from, position) for position in self._masked(start, end)]
+        positions = range(start, self._decisive_stop(end))
+        return [Target(position - read_from, position, token=self._standing(position)) for position in positions]
+
+    def _standing(self, position: int) -> int | None:
+        token = self.canvas[position]
+        return None if token == self.spec.mask_id else token
+
+    def _decisive_stop(self, end: int) -> int:
+        """Behind the block's first stop token if no mask stands before it, else `end`."""
+        for position in range(self.block_start, end):
+            if self.canvas[position] == self.spec.mask_id:
+                break
+            if self.canvas[position] in self.spec.stop_ids:
+                return position + 1
+        return end
+
+    def _settled(self) -> bool:
+        """Are placed tokens final? Where the rule edits, once a step has changed nothing."""
+        return not (self._edits and self._changed) or self._edit_steps >= EDIT_STEPS
+
+    def _count_step(self, span: Span, tokens: Items[int | None]) -> None:
+        self._changed = any(token is not None for token in tokens)
+        self._edit_steps += all(target.token is not None for target in span.targets)
         self.steps += 1
         self.forwards += 1
         self._block_step += 1
@@ -284,7 +323,8 @@ class CausalContextRow(Row):
         start, end = self.block_start, self.block_end
         if self.state is State.COMMITTING:
             return self._opening(start, end, committed=end - start)
-        targets = [Target(position - 1 - start, position) for position in self._masked(start, min(end, self.limit))]
+        # The first slot's prediction was read before the block, with the forward that opened it.
+        targets = self._targets(start + 1, min(end, self.limit), read_from=start + 1)
         length = end - start
         return Span(start, self.canvas[start:end], [end] * length, targets, min(end, self.limit) - start, fresh=length)
 
@@ -298,9 +338,9 @@ class CausalContextRow(Row):
             self.forwards += not self.fused
             self._open_block(opened)
         if span.fresh:
-            self._count_step()
+            self._count_step(span, tokens)
         self._place(span, tokens)
-        if self.state is State.DENOISING and not self._masked(self.block_start, self.block_end):
+        if self.state is State.DENOISING and self._settled() and not self._masked(self.block_start, self.block_end):
             self.state = State.COMMITTING
 
     def _quota(self) -> int:
@@ -365,16 +405,17 @@ class BidirectionalRow(Row):
 
     def span(self, budget: int) -> Span:
         start, end = self._bounds()
-        targets = [Target(p - start, p) for p in self._masked(self.block_start, self._block_limit())]
+        targets = self._targets(self.block_start, self._block_limit(), read_from=start)
         visible = [len(self.canvas)] * (end - start)
         return Span(start, self.canvas[start:end], visible, targets, end - start, fresh=end - start)
 
     def receive(self, span: Span, tokens: Items[int | None]) -> None:
-        self._count_step()
+        self._count_step(span, tokens)
         self._place(span, tokens)
-        if self.plan.cache != "none":
+        if self.plan.cache != "none" and not self._edits:  # an edit may still take the stop token away
             self._drop_what_follows_a_stop()
-        if self.state is State.DENOISING and not self._masked(self.block_start, self._block_limit()):
+        left = self._masked(self.block_start, self._block_limit())
+        if self.state is State.DENOISING and self._settled() and not left:
             self._open_block(self.block_end)
 
     def _drop_what_follows_a_stop(self) -> None:
@@ -421,14 +462,13 @@ def _plan(request: Request, spec: ModelSpec) -> Plan:
         raise BadPrompt("bad_params", f"commit: family '{spec.family}' commits no blocks; leave it out")
     block_length = params.block_length or spec.block_length
     limit = _room(request, spec, block_length)
-    number = params.entropy_bound if rule == "entropy_bound" else params.threshold
-    if number is None:
-        number = DEFAULT_ENTROPY_BOUND if rule == "entropy_bound" else spec.threshold
+    number, bound = _numbers(params, rule, spec)
     max_new_tokens = min(params.max_new_tokens, limit)
     return Plan(
         attention=spec.attention,
         rule=rule,
         number=number,
+        bound=bound,
         max_new_tokens=max_new_tokens,
         denoise_steps=params.denoise_steps or max_new_tokens,
         block_length=block_length,
@@ -439,6 +479,16 @@ def _plan(request: Request, spec: ModelSpec) -> Plan:
         top_p=params.top_p,
         top_k=params.top_k,
         seed=params.seed or 0,
+    )
+
+
+def _numbers(params: SamplingParams, rule: Rule, spec: ModelSpec) -> tuple[float, float]:
+    """The rule's number and its bound: the prompt's, else the rule's own default, else the model's threshold."""
+    number = {"entropy_bound": params.entropy_bound, "factor": params.factor}.get(rule, params.threshold)
+    bound = {"klass": params.kl_threshold, "joint_threshold": params.edit_threshold}.get(rule)
+    return (
+        DEFAULT_NUMBERS.get(rule, spec.threshold) if number is None else number,
+        DEFAULT_BOUNDS.get(rule, 0.0) if bound is None else bound,
     )
 
 

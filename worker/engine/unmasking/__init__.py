@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from contract.sampling import Rule
 from worker.engine.unmasking.entropy_bound import EntropyBound
+from worker.engine.unmasking.factor import Factor
 from worker.engine.unmasking.fixed_steps import FixedSteps
+from worker.engine.unmasking.joint_threshold import JointThreshold
+from worker.engine.unmasking.klass import Klass
 from worker.engine.unmasking.left_to_right import LeftToRight
 from worker.engine.unmasking.rule import UnmaskingRule
 from worker.engine.unmasking.threshold import Threshold
@@ -13,6 +16,11 @@ RULES: dict[Rule, UnmaskingRule] = {
     "fixed_steps": FixedSteps(),
     "threshold": Threshold(),
     "left_to_right": LeftToRight(),
+    "factor": Factor(),
     "entropy_bound": EntropyBound(),
+    "klass": Klass(),
+    "joint_threshold": JointThreshold(),
 }
-DEFAULT_ENTROPY_BOUND = 0.1
+DEFAULT_NUMBERS: dict[Rule, float] = {"factor": 1.0, "entropy_bound": 0.1, "klass": 0.9, "joint_threshold": 0.5}
+"""The rules' numbers where the prompt names none; the others take the model's threshold."""
+DEFAULT_BOUNDS: dict[Rule, float] = {"klass": 0.01, "joint_threshold": 0.9}

@@ -6,6 +6,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from worker.engine.unmasking.rule import Candidates
+
 
 class EntropyBound:
     """Entropies sorted upwards: accept the first k while ΣH - max H ≤ γ over those k, `number` being γ.
@@ -14,9 +16,12 @@ class EntropyBound:
     """
 
     needs_entropy: ClassVar[bool] = True
+    needs_history: ClassVar[bool] = False
+    edits: ClassVar[bool] = False
 
-    def accept(self, confidence: Tensor, entropy: Tensor, valid: Tensor, number: Tensor) -> Tensor:
-        ordered, order = entropy.masked_fill(~valid, 1e9).sort(dim=-1, stable=True)
+    def accept(self, seen: Candidates) -> Tensor:
+        assert seen.entropy is not None
+        ordered, order = seen.entropy.masked_fill(~seen.valid, 1e9).sort(dim=-1, stable=True)
         # The first is always within: its own entropy is the maximum, which leaves a sum of 0.
-        within = ordered.cumsum(-1) - ordered <= number
-        return within.new_zeros(within.shape).scatter(-1, order, within) & valid
+        within = ordered.cumsum(-1) - ordered <= seen.number
+        return within.new_zeros(within.shape).scatter(-1, order, within) & seen.valid

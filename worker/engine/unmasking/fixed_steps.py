@@ -6,17 +6,19 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from worker.engine.unmasking.rule import with_best
+from worker.engine.unmasking.rule import Candidates, or_best
 
 
 class FixedSteps:
     """Accept the top `number` positions by confidence (LLaDA's low-confidence schedule); ties go to the left."""
 
     needs_entropy: ClassVar[bool] = False
+    needs_history: ClassVar[bool] = False
+    edits: ClassVar[bool] = False
 
-    def accept(self, confidence: Tensor, entropy: Tensor, valid: Tensor, number: Tensor) -> Tensor:
-        rank = confidence.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-        return with_best(rank < number, confidence, valid)
+    def accept(self, seen: Candidates) -> Tensor:
+        rank = seen.confidence.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+        return or_best(rank < seen.number, seen.confidence, seen.valid)
 
 
 def quota(masks: int, steps: int, step: int) -> int:

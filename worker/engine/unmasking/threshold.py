@@ -6,13 +6,15 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from worker.engine.unmasking.rule import with_best
+from worker.engine.unmasking.rule import Candidates, or_best
 
 
 class Threshold:
     """Accept c ≥ τ, `number` being τ."""
 
     needs_entropy: ClassVar[bool] = False
+    needs_history: ClassVar[bool] = False
+    edits: ClassVar[bool] = False
 
-    def accept(self, confidence: Tensor, entropy: Tensor, valid: Tensor, number: Tensor) -> Tensor:
-        return with_best(confidence >= number, confidence, valid)
+    def accept(self, seen: Candidates) -> Tensor:
+        return or_best(seen.confidence >= seen.number, seen.confidence, seen.valid)

@@ -1,0 +1,35 @@
+"""What an output row says about its parameters gives the same text when it is sent again."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+
+from contract.sampling import RULE_OF, Rule, parse_params
+from tests.checkpoints import llada
+from worker.engine import Engine, Finished, Loaded, Request, load
+from worker.model import applied_params
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    return load(llada(tmp_path_factory.mktemp("model"), tokenizer=False), "cpu", "float32")
+
+
+def answer(loaded: Loaded, params: dict[str, Any]) -> Finished:
+    engine = Engine(loaded.spec, loaded.decoder)
+    engine.add(Request("r", (1, 2, 3), parse_params(params)))
+    while not (finished := engine.step()):
+        pass
+    return finished[0]
+
+
+@pytest.mark.parametrize("rule", get_args(Rule))
+def test_sent_again_they_give_the_same_plan(loaded: Loaded, rule: Rule) -> None:
+    own = {name: 1 for name, its in RULE_OF.items() if its == rule}
+    for params in ({"rule": rule}, {"rule": rule, **own}):
+        first = answer(loaded, {**params, "max_new_tokens": 6, "seed": 4})
+        again = answer(loaded, applied_params(first))
+        assert (again.plan, again.token_ids) == (first.plan, first.token_ids)
+        assert {**own, "rule": rule}.keys() <= applied_params(first).keys()
