@@ -10,8 +10,10 @@ from contract.errors import BadPrompt
 from tests import checkpoints
 from tests.engine.running import engine_of, prompt, request, run
 from worker.engine import Loaded
+from worker.engine.admission import admit
 from worker.engine.models.spec import ModelSpec
-from worker.engine.sequence import EDIT_STEPS, Row, State, Target, admit
+from worker.engine.request import Target
+from worker.engine.sequence import EDIT_STEPS, Row, State
 
 CONTEXT = 512
 

@@ -2,7 +2,7 @@
 
 from worker.engine.engine import Engine
 from worker.engine.loading import Loaded, load
-from worker.engine.sequence import Finished, Request
+from worker.engine.request import Finished, Request
 from worker.engine.stats import EngineStats
 
 __all__ = ["Engine", "EngineStats", "Finished", "Loaded", "Request", "load"]

@@ -11,13 +11,15 @@ from collections.abc import Hashable
 import torch
 
 from contract.errors import BadPrompt, PromptFailure
+from worker.engine.admission import admit
 from worker.engine.memory import is_out_of_memory, plan_memory
 from worker.engine.models.decoder import Decoder
 from worker.engine.models.spec import ModelSpec
 from worker.engine.prefixes import Prefixes
+from worker.engine.request import Finished, Request
 from worker.engine.runner import ModelRunner
 from worker.engine.scheduler import Scheduler
-from worker.engine.sequence import Finished, Request, Row, State, admit
+from worker.engine.sequence import Row, State
 from worker.engine.stats import EngineStats, Stopwatch, step_stats
 
 SHORTEST_CHUNK = 64

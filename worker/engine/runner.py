@@ -19,8 +19,9 @@ from worker.engine.cache import SlotClass, Slots
 from worker.engine.history import History
 from worker.engine.models.decoder import Decoder
 from worker.engine.models.spec import ModelSpec
+from worker.engine.request import Span
 from worker.engine.sampling import Draw, Prediction, log_probabilities, predict, uniform
-from worker.engine.sequence import Row, Span
+from worker.engine.sequence import Row
 from worker.engine.stats import Stopwatch
 from worker.engine.unmasking import RULES
 from worker.engine.unmasking.rule import Candidates

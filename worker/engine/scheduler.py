@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Hashable
 
 from worker.engine.memory import MemoryPlan
-from worker.engine.sequence import Row, Span, State
+from worker.engine.request import Span
+from worker.engine.sequence import Row, State
 
 
 class Scheduler:

@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass
 
 import torch
 
-from worker.engine.sequence import Span
+from worker.engine.request import Span
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,81 @@
+"""A request becomes a row: its parameters resolved against the model's recommendations, its limits checked."""
+
+from __future__ import annotations
+
+from contract.errors import BadPrompt
+from contract.sampling import Rule, SamplingParams
+from worker.engine.bidirectional import BidirectionalRow
+from worker.engine.causal_context import CausalContextRow
+from worker.engine.models.spec import ModelSpec
+from worker.engine.request import Plan, Request
+from worker.engine.sequence import Row
+from worker.engine.unmasking import DEFAULT_BOUNDS, DEFAULT_NUMBERS
+
+ROWS: dict[str, type[Row]] = {row.KIND: row for row in (CausalContextRow, BidirectionalRow)}
+
+
+def admit(key: int, request: Request, spec: ModelSpec) -> Row:
+    """A row for `request`, its parameters resolved against the model's recommendations.
+
+    Raises BadPrompt: `empty_prompt`, `prompt_too_long` (naming the limit) or `bad_params`.
+    """
+    plan = _plan(request, spec)
+    return ROWS[spec.attention](key, request, plan, spec)
+
+
+def _plan(request: Request, spec: ModelSpec) -> Plan:
+    params = request.params
+    rule = params.resolved_rule(spec.rule)
+    if params.cache is not None and spec.attention == "causal_context":
+        raise BadPrompt("bad_params", f"cache: family '{spec.family}' always uses its exact cache; leave it out")
+    if params.commit is not None and spec.attention != "causal_context":
+        raise BadPrompt("bad_params", f"commit: family '{spec.family}' commits no blocks; leave it out")
+    block_length = params.block_length or spec.block_length
+    limit = _room(request, spec, block_length)
+    number, bound = _numbers(params, rule, spec)
+    max_new_tokens = min(params.max_new_tokens, limit)
+    return Plan(
+        attention=spec.attention,
+        rule=rule,
+        number=number,
+        bound=bound,
+        max_new_tokens=max_new_tokens,
+        denoise_steps=params.denoise_steps or max_new_tokens,
+        block_length=block_length,
+        cache=params.cache or "none",
+        cache_refresh=params.cache_refresh or 1,
+        commit=params.commit or spec.commit,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        seed=params.seed or 0,
+    )
+
+
+def _numbers(params: SamplingParams, rule: Rule, spec: ModelSpec) -> tuple[float, float]:
+    """The rule's number and its bound: the prompt's, else the rule's own default, else the model's threshold."""
+    number = {"entropy_bound": params.entropy_bound, "factor": params.factor}.get(rule, params.threshold)
+    bound = {"klass": params.kl_threshold, "joint_threshold": params.edit_threshold}.get(rule)
+    return (
+        DEFAULT_NUMBERS.get(rule, spec.threshold) if number is None else number,
+        DEFAULT_BOUNDS.get(rule, 0.0) if bound is None else bound,
+    )
+
+
+def _room(request: Request, spec: ModelSpec, block_length: int) -> int:
+    """Answer tokens that the context leaves; a causal context needs room for a last whole block."""
+    length, context = len(request.prompt_ids), spec.decoder.max_positions
+    if length == 0:
+        raise BadPrompt("empty_prompt", "the prompt has no tokens")
+    least = block_length if spec.attention == "causal_context" else 1
+    if least >= context:
+        raise BadPrompt("bad_params", f"block_length: {block_length} does not fit into a context of {context}")
+    room = context - length
+    room -= room % least
+    if room < 1:
+        raise BadPrompt(
+            "prompt_too_long",
+            f"the prompt has {length} tokens; the model's context of {context} leaves no room for an answer "
+            f"(longest prompt: {context - least} tokens)",
+        )
+    return room
