@@ -51,9 +51,8 @@ class Autoregressive:
         """Each row's tokens up to its stop token and its own `max_new_tokens`."""
         width = max(len(request.prompt_ids) for request in batch)
         padding = [width - len(request.prompt_ids) for request in batch]
-        ids = [
-            [self._stop_ids[0]] * pad + list(request.prompt_ids) for pad, request in zip(padding, batch, strict=True)
-        ]
+        pad_id = self._stop_ids[0]
+        ids = [[pad_id] * pad + list(request.prompt_ids) for pad, request in zip(padding, batch, strict=True)]
         attend = [[0] * pad + [1] * (width - pad) for pad in padding]
         device = self._workload.loaded.decoder.device
         limits = torch.tensor([request.params.max_new_tokens for request in batch], device=device)
@@ -64,7 +63,7 @@ class Autoregressive:
                 max_new_tokens=int(limits.max()),
                 do_sample=False,
                 eos_token_id=self._stop_ids,
-                pad_token_id=self._stop_ids[0],
+                pad_token_id=pad_id,
                 stopping_criteria=_own_limits(width, limits),
             )
         rows: list[list[int]] = out[:, width:].tolist()

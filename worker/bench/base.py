@@ -28,7 +28,10 @@ def ensure_base(folder: Path) -> Path:
     # Imported here: needed once per machine.
     from worker.demo_model import build_base
 
-    build_base(folder)
+    try:
+        build_base(folder)
+    except ImportError as error:
+        raise UsageError(f"the base model cannot be read: run `pip install 'dllm-batch[demo]'` ({error})") from None
     return folder
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import resource
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -18,10 +19,8 @@ def reset_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
-    try:
+    with suppress(OSError):
         CLEAR.write_text("5")  # Linux: resets VmHWM
-    except OSError:
-        pass
 
 
 def peak_mb(device: torch.device) -> int:

@@ -1,0 +1,159 @@
+"""`--sweep`: one sampling parameter at several values: speed, memory and quality of each."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from contract.errors import BadPrompt, UsageError, nearest
+from contract.sampling import SamplingParams, parse_params
+from worker.bench.base import load_base
+from worker.bench.driving import Pass, continuous
+from worker.bench.memory import peak_mb, reset_peak
+from worker.bench.quality import agreement, full_step, mean_log_likelihood
+from worker.bench.systems import Workload, shortened
+from worker.engine import Loaded, Request
+
+NUMERIC = [name for name in SamplingParams.model_fields if name not in ("rule", "cache")]
+IMPLIED_RULE = {"entropy_bound": "entropy_bound", "denoise_steps": "fixed_steps"}
+"""A parameter that belongs to one rule selects it; `threshold` belongs to several and keeps the model's own."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sampling parameter and the values to try."""
+
+    parameter: str
+    values: tuple[float, ...]
+
+    @staticmethod
+    def parse(text: str) -> Sweep:
+        """`denoise_steps=5,10` as a sweep. Raises UsageError naming what is wrong."""
+        name, _, listed = text.partition("=")
+        if name not in NUMERIC:
+            raise UsageError(f"--sweep: no numeric parameter '{name}'{nearest(name, NUMERIC)}")
+        try:
+            sweep = Sweep(name, tuple(_number(value) for value in listed.split(",")))
+            for value in sweep.values:
+                parse_params(sweep.params(value))
+        except (ValueError, BadPrompt) as error:
+            raise UsageError(f"--sweep {name}: {error}; write --sweep {name}=V1,V2,…") from None
+        return sweep
+
+    def params(self, value: float) -> dict[str, Any]:
+        """The parameters that a value stands for."""
+        rule = IMPLIED_RULE.get(self.parameter)
+        return {self.parameter: value, **({"rule": rule} if rule else {})}
+
+    def apply(self, request: Request, value: float) -> Request:
+        return Request(request.id, request.prompt_ids, parse_params(self.params(value), request.params))
+
+
+def _number(text: str) -> float:
+    return float(text) if "." in text or "e" in text.lower() else int(text)
+
+
+def run_sweep(
+    workload: Workload, sweep: Sweep, rounds: int, facts: Mapping[str, Any], say: Callable[[str], None]
+) -> dict[str, Any]:
+    """A row per value. Rounds take turns over the values; memory and quality are those of the last round."""
+    continuous(workload.engine(), shortened(workload.requests[: workload.rows]))
+    careful = continuous(workload.engine(), [full_step(request) for request in workload.requests])
+    base, note = _base(workload)
+    speeds: dict[float, list[float]] = {value: [] for value in sweep.values}
+    rows: dict[float, dict[str, Any]] = {}
+    for number in range(1, rounds + 1):
+        for value in sweep.values:
+            done, memory = _measure(workload, sweep, value)
+            say(f"round {number}  {sweep.parameter} {value}: {done.tokens_per_second:.1f} tokens/s")
+            speeds[value].append(done.tokens_per_second)
+            if number == rounds:
+                rows[value] = _row(workload, value, done, memory, agreement(done.finished, careful.finished), base)
+    for value, row in rows.items():
+        row["tokens_per_second"] = round(statistics.median(speeds[value]), 2)
+        row["rounds"] = [round(speed, 2) for speed in speeds[value]]
+    shown = {**facts, "rounds": rounds, "full_step_tokens_per_second": round(careful.tokens_per_second, 2)}
+    return {"parameter": sweep.parameter, "values": list(rows.values()), "note": note, "conditions": shown}
+
+
+def _base(workload: Workload) -> tuple[Loaded | None, str | None]:
+    try:
+        return load_base(workload.base, workload.loaded), None
+    except UsageError as error:
+        return None, f"no log-likelihood: {error}"
+
+
+def _measure(workload: Workload, sweep: Sweep, value: float) -> tuple[Pass, int]:
+    device = workload.loaded.decoder.device
+    reset_peak(device)
+    done = continuous(workload.engine(), [sweep.apply(request, value) for request in workload.requests])
+    return done, peak_mb(device)
+
+
+def _row(
+    workload: Workload, value: float, done: Pass, memory: int, agreed: float, base: Loaded | None
+) -> dict[str, Any]:
+    likelihood = mean_log_likelihood(base, workload.requests, done.finished) if base else None
+    return {
+        "value": value,
+        "tokens_per_second": 0.0,
+        "tokens": done.tokens,
+        "tokens_per_forward": round(done.tokens / done.forwards, 3) if done.forwards else 0.0,
+        "peak_memory_mb": memory,
+        "agreement": round(agreed, 4),
+        "log_likelihood": None if likelihood is None else round(likelihood, 4),
+    }
+
+
+def show_sweep(document: Mapping[str, Any], console: Console) -> None:
+    """The table, and why a column is empty."""
+    table = Table(title=f"Sweep of {document['parameter']}")
+    columns = ("tokens/s", "TPF", "peak memory", "agreement with full steps", "mean log-likelihood")
+    for column in (document["parameter"], *columns):
+        table.add_column(column, justify="right")
+    for row in document["values"]:
+        likelihood = row["log_likelihood"]
+        table.add_row(
+            str(row["value"]),
+            f"{row['tokens_per_second']:.1f}",
+            f"{row['tokens_per_forward']:.2f}",
+            f"{row['peak_memory_mb']} MB",
+            f"{row['agreement']:.1%}",
+            "–" if likelihood is None else f"{likelihood:.3f}",
+        )
+    console.print(table)
+    if document["note"]:
+        console.print(document["note"], markup=False, highlight=False, soft_wrap=True)
+
+
+def draw(document: Mapping[str, Any], target: Path) -> str:
+    """Draw speed, memory and quality over the values; returns a line that says where, or what to install."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return "no plot: run `pip install 'dllm-batch[plot]'` (matplotlib)"
+    rows: Sequence[Mapping[str, Any]] = document["values"]
+    values = [row["value"] for row in rows]
+    panels = {
+        "tokens_per_second": "tokens/s",
+        "peak_memory_mb": "peak memory (MB)",
+        "agreement": "agreement with full steps",
+        "log_likelihood": "mean log-likelihood (nats per token)",
+    }
+    drawn = {key: title for key, title in panels.items() if all(row[key] is not None for row in rows)}
+    figure = Figure(figsize=(4 * len(drawn), 3.4), layout="constrained")
+    for place, (key, title) in zip(figure.subplots(1, len(drawn)), drawn.items(), strict=True):
+        place.plot(values, [row[key] for row in rows], marker="o")
+        place.set(xlabel=document["parameter"], title=title)
+        place.grid(alpha=0.3)
+    try:
+        figure.savefig(target, dpi=120, format="png")
+    except OSError as error:
+        raise UsageError(f"cannot write {target}: {error.strerror}") from None
+    return f"plot: {target}"
