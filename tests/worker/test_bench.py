@@ -33,7 +33,7 @@ from worker.bench.quality import agreement, full_step, mean_log_likelihood
 from worker.bench.reference import Reference, Sampler, log_likelihood
 from worker.bench.report import ratio, report, system
 from worker.bench.sweep import Sweep, draw
-from worker.bench.systems import Continuous, Workload
+from worker.bench.systems import LEAST_PROMPTS, Continuous, Workload
 from worker.cli import app
 from worker.engine import Engine, EngineStats, Loaded, Request, load
 
@@ -279,7 +279,7 @@ def test_a_small_budget_makes_a_small_subset(workload: Workload) -> None:
     hurried = replace(workload, budget_s=0.0)
     single = BASELINES["single"](hurried)
     single.prepare()
-    assert single.conditions()["prompts"] == 1
+    assert single.conditions()["prompts"] == LEAST_PROMPTS
     batched = BASELINES["ar"](hurried)
     batched.prepare()
     assert batched.conditions()["prompts"] == hurried.rows

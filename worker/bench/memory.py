@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import re
 import resource
 import sys
@@ -19,6 +21,9 @@ def reset_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
+    gc.collect()
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)  # glibc: what earlier work freed goes back to the system and counts no more
     with suppress(OSError):
         CLEAR.write_text("5")  # Linux: resets VmHWM
 

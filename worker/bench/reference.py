@@ -19,7 +19,7 @@ from torch import Tensor
 
 from worker.bench.driving import Pass
 from worker.bench.prompts import spread
-from worker.bench.systems import Workload
+from worker.bench.systems import LEAST_PROMPTS, Workload
 from worker.engine import Loaded, Request
 
 TIMED_STEPS = 3
@@ -113,7 +113,7 @@ class Reference:
         for request in spread(self._workload.requests):
             self._requests.append(request)
             self._step_seconds(request)
-            if time.perf_counter() - started > self._workload.budget_s:
+            if len(self._requests) >= LEAST_PROMPTS and time.perf_counter() - started > self._workload.budget_s:
                 break
 
     def run(self) -> Pass:

@@ -17,6 +17,8 @@ from worker.bench.prompts import spread
 from worker.engine import Engine, Finished, Loaded, Request
 
 WARM_UP_TOKENS = 8
+LEAST_PROMPTS = 2
+"""Prompts of a baseline with one row, however small the budget."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class Single:
         for request in spread(self._workload.requests):
             self._requests.append(request)
             continuous(self._workload.engine(1), [request])
-            if time.perf_counter() - started > self._workload.budget_s:
+            if len(self._requests) >= LEAST_PROMPTS and time.perf_counter() - started > self._workload.budget_s:
                 break
 
     def run(self) -> Pass:
