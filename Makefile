@@ -41,7 +41,7 @@ test: lint types models/demo/config.json
 
 # Quick, for a look; the whole of it: make bench ROUNDS=5 BENCH="--set mixed --rows 32"
 ROUNDS ?= 2
-BENCH ?= --set short --prompts 12 --rows 6 --budget-s 1
+BENCH ?= --set short --prompts 8 --rows 4 --budget-s 1
 
 bench: models/demo/config.json
 	$(BIN)/worker bench --model demo --compare reference,single,static,ar,causal --rounds $(ROUNDS) $(BENCH) --json bench.json

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from worker.bench.base import load_base
 from worker.bench.driving import Pass, continuous
 from worker.bench.memory import peak_mb, reset_peak
 from worker.bench.quality import agreement, full_step, mean_log_likelihood
+from worker.bench.series import summary
 from worker.bench.systems import Workload, shortened
 from worker.engine import Loaded, Request
 
@@ -62,24 +62,33 @@ def _number(text: str) -> float:
 def run_sweep(
     workload: Workload, sweep: Sweep, rounds: int, facts: Mapping[str, Any], say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """A row per value. Rounds take turns over the values; memory and quality are those of the last round."""
+    """A row per value; rounds take turns over the values. Quality comes last: the base would count as memory."""
     continuous(workload.engine(), shortened(workload.requests[: workload.rows]))
     careful = continuous(workload.engine(), [full_step(request) for request in workload.requests])
-    base, note = _base(workload)
-    speeds: dict[float, list[float]] = {value: [] for value in sweep.values}
-    rows: dict[float, dict[str, Any]] = {}
+    tries: dict[float, list[Try]] = {value: [] for value in sweep.values}
     for number in range(1, rounds + 1):
         for value in sweep.values:
-            done, memory = _measure(workload, sweep, value)
-            say(f"round {number}  {sweep.parameter} {value}: {done.tokens_per_second:.1f} tokens/s")
-            speeds[value].append(done.tokens_per_second)
-            if number == rounds:
-                rows[value] = _row(workload, value, done, memory, agreement(done.finished, careful.finished), base)
-    for value, row in rows.items():
-        row["tokens_per_second"] = round(statistics.median(speeds[value]), 2)
-        row["rounds"] = [round(speed, 2) for speed in speeds[value]]
+            tries[value].append(_try(workload, sweep, value))
+            say(f"round {number}  {sweep.parameter} {value}: {tries[value][-1].done.tokens_per_second:.1f} tokens/s")
+    base, note = _base(workload)
+    rows = [_row(workload, value, tries[value], careful, base) for value in sweep.values]
     shown = {**facts, "rounds": rounds, "full_step_tokens_per_second": round(careful.tokens_per_second, 2)}
-    return {"parameter": sweep.parameter, "values": list(rows.values()), "note": note, "conditions": shown}
+    return {"parameter": sweep.parameter, "values": rows, "note": note, "conditions": shown}
+
+
+@dataclass(frozen=True)
+class Try:
+    """One pass at one value, and the most memory it held."""
+
+    done: Pass
+    memory_mb: int
+
+
+def _try(workload: Workload, sweep: Sweep, value: float) -> Try:
+    device = workload.loaded.decoder.device
+    reset_peak(device)
+    done = continuous(workload.engine(), [sweep.apply(request, value) for request in workload.requests])
+    return Try(done, peak_mb(device))
 
 
 def _base(workload: Workload) -> tuple[Loaded | None, str | None]:
@@ -89,24 +98,19 @@ def _base(workload: Workload) -> tuple[Loaded | None, str | None]:
         return None, f"no log-likelihood: {error}"
 
 
-def _measure(workload: Workload, sweep: Sweep, value: float) -> tuple[Pass, int]:
-    device = workload.loaded.decoder.device
-    reset_peak(device)
-    done = continuous(workload.engine(), [sweep.apply(request, value) for request in workload.requests])
-    return done, peak_mb(device)
-
-
-def _row(
-    workload: Workload, value: float, done: Pass, memory: int, agreed: float, base: Loaded | None
-) -> dict[str, Any]:
+def _row(workload: Workload, value: float, tries: Sequence[Try], careful: Pass, base: Loaded | None) -> dict[str, Any]:
+    done = tries[-1].done
     likelihood = mean_log_likelihood(base, workload.requests, done.finished) if base else None
+    speed = summary([one.done.tokens_per_second for one in tries])
     return {
         "value": value,
-        "tokens_per_second": 0.0,
+        "tokens_per_second": speed["median"],
+        "rounds": speed["rounds"],
+        "outliers": speed["outliers"],
         "tokens": done.tokens,
         "tokens_per_forward": round(done.tokens / done.forwards, 3) if done.forwards else 0.0,
-        "peak_memory_mb": memory,
-        "agreement": round(agreed, 4),
+        "peak_memory_mb": max(one.memory_mb for one in tries),
+        "agreement": round(agreement(done.finished, careful.finished), 4),
         "log_likelihood": None if likelihood is None else round(likelihood, 4),
     }
 
