@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # A CUDA build of torch that is installed already is used as it is; otherwise the pinned one goes into the venv.
 HAVE_CUDA := $(shell $(PYTHON) -c "import torch; print(int(torch.cuda.is_available()))" 2>/dev/null || echo 0)
 
-.PHONY: install demo test lint types clean
+.PHONY: install demo test bench lint types clean
 
 install: $(VENV)/installed
 
@@ -38,6 +38,13 @@ types: $(VENV)/installed
 
 test: lint types models/demo/config.json
 	$(BIN)/pytest
+
+# Quick, for a look; the whole of it: make bench ROUNDS=5 BENCH="--set mixed --rows 32"
+ROUNDS ?= 2
+BENCH ?= --set short --prompts 8 --rows 4 --budget-s 1
+
+bench: models/demo/config.json
+	$(BIN)/worker bench --model demo --compare reference,single,static,ar,causal --rounds $(ROUNDS) $(BENCH) --json bench.json
 
 clean:
 	rm -rf $(VENV) models/demo build *.egg-info

@@ -1,7 +1,8 @@
-"""The `worker` command: run, generate, check. The last stage of a prompt's life starts here."""
+"""The `worker` command: run, generate, check, bench. The last stage of a prompt's life starts here."""
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 import time
@@ -29,6 +30,9 @@ Device = Annotated[
     str | None, typer.Option(help="auto, cpu, cuda or cuda:N; `run` also takes several with commas, or all.")
 ]
 Dtype = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")]
+
+
+SetName = Annotated[str, typer.Option("--set", help="short, medium, long, mixed, or a JSONL file.")]
 
 
 def main() -> None:
@@ -225,3 +229,35 @@ def check(
             typer.echo(f"FAIL  {title}: {error}")
     if failed:
         raise typer.Exit(1)
+
+
+@app.command()
+def bench(
+    root: Root = None,
+    model: ModelName = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+    prompt_set: SetName = "mixed",
+    prompts: Annotated[int | None, typer.Option(min=1, help="Only so many of the set, evenly chosen.")] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Prompts denoised together.")] = 32,
+    compare: Annotated[str, typer.Option(help="Baselines: reference, single, static, ar, causal; with commas.")] = "",
+    rounds: Annotated[int, typer.Option(min=1, help="Counted rounds; the report holds the median.")] = 5,
+    budget_s: Annotated[float, typer.Option(help="Seconds per round for reference, single and ar each.")] = 20.0,
+    sweep: Annotated[str | None, typer.Option(help="PARAMETER=V1,V2,…: time, memory and quality by value.")] = None,
+    plot: Annotated[Path, typer.Option(help="Where --sweep draws its plot.")] = Path("sweep.png"),
+    scale: Annotated[str | None, typer.Option(help="N1,N2,…: cost per token with so many prompts queued.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report here too.")] = None,
+) -> None:
+    """Measure the engine on this machine, beside baselines with the same weights and prompts.
+
+    Example: worker bench --model demo --compare reference,single,static,ar,causal --rounds 5 --json bench.json
+    """
+    flags = {"root": root, "model": model, "device": device, "dtype": dtype, "threads": threads, "max_rows": rows}
+    config = settings.read(WorkerSettings, flags)
+    from worker.bench.command import Task, measure
+
+    task = Task(prompt_set, prompts, compare, rounds, budget_s, sweep, plot, scale)
+    document = measure(config, task, lambda line: err.print(line, markup=False, highlight=False), Console())
+    if json_file is not None:
+        _deliver(json.dumps(document, indent=1), json_file)

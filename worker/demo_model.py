@@ -12,6 +12,7 @@ import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -70,7 +71,28 @@ def _base_folder() -> Path:
     return folder
 
 
+def build_base(target: Path) -> None:
+    """Write the base itself, in bfloat16, as a model of this engine that denoises blocks of one token.
+
+    What `worker bench` compares with; transformers reads the folder too.
+    """
+    model, tokenizer = _read(_base_folder())
+    partial = target.with_name(f".{target.name}.part")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    _save(_rounded(dict(model.state_dict())), model, tokenizer, partial, block_length=1)
+    shutil.rmtree(target, ignore_errors=True)
+    partial.rename(target)
+
+
 def _write(base: Path, adapter: Path, target: Path) -> None:
+    model, tokenizer = _read(base)
+    weights = _merge(dict(model.state_dict()), load_file(adapter / "adapter.safetensors"))
+    _save(weights, model, tokenizer, target)
+
+
+def _read(base: Path) -> tuple[Any, Any]:
+    """Model (float32) and tokenizer out of the GGUF file."""
     # Imported here: reading GGUF is needed once per machine, and transformers takes seconds to import.
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -80,12 +102,15 @@ def _write(base: Path, adapter: Path, target: Path) -> None:
         quantization_config=GgufConfig(gguf_file=BASE_FILE, dequantize=True),
         dtype=torch.float32,
     )
-    weights = _merge(dict(model.state_dict()), load_file(adapter / "adapter.safetensors"))
+    return model, AutoTokenizer.from_pretrained(base, gguf_file=BASE_FILE)
+
+
+def _save(weights: dict[str, Tensor], model: Any, tokenizer: Any, target: Path, **declared: Any) -> None:
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
-    tokenizer = AutoTokenizer.from_pretrained(base, gguf_file=BASE_FILE)
     tokenizer.save_pretrained(target)
     shape = model.config.to_dict()
-    config = DECLARATION | {field: shape[field] for field in SHAPE} | {"eos_token_id": tokenizer.eos_token_id}
+    config = DECLARATION | declared | {field: shape[field] for field in SHAPE}
+    config |= {"eos_token_id": tokenizer.eos_token_id}
     (target / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
 
@@ -94,6 +119,10 @@ def _merge(weights: dict[str, Tensor], adapter: dict[str, Tensor]) -> dict[str, 
     for name in {key.rsplit(".", 1)[0] for key in adapter}:
         a, b = adapter[f"{name}.a"].float(), adapter[f"{name}.b"].float()
         weights[f"model.{name}.weight"] += SCALE * (b @ a)
+    return _rounded(weights)
+
+
+def _rounded(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: w.to(torch.bfloat16).contiguous() for name, w in weights.items() if name != "lm_head.weight"}
 
 
