@@ -75,8 +75,7 @@ class Sampler:
             return seen.transpose(0, 1).reshape(-1, c.heads * c.head_dim)
 
         positions = torch.arange(len(tokens), device=tokens.device)
-        hidden = self._decoder.hidden(tokens, positions, attend)
-        return F.linear(self._decoder.last_norm(hidden), self._decoder.head)
+        return F.linear(self._decoder.hidden(tokens, positions, attend, wanted=positions), self._decoder.head)
 
     def _visible(self, length: int, start: int, end: int) -> Tensor | None:
         if self._spec.attention == "bidirectional":

@@ -39,7 +39,7 @@ class Workload:
 
 
 def engine_of(loaded: Loaded, rows: int, max_step_tokens: int, exact_timing: bool = False) -> Engine:
-    return Engine(loaded.spec, loaded.decoder, rows, max_step_tokens, exact_timing)
+    return Engine(loaded.spec, loaded.decoder, rows, max_step_tokens, exact_timing=exact_timing)
 
 
 class System(Protocol):
