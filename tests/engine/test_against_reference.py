@@ -176,7 +176,7 @@ class RecordingDecoder(Decoder):
 
     def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend, wanted: Tensor) -> Tensor:
         out = super().hidden(tokens, positions, attend, wanted)
-        self.logits.append(out @ self.head.T)
+        self.logits.append(self.head(out))
         return out
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from worker.engine.models.linear import Head
 from worker.engine.sampling import SAMPLED_AT_ONCE, Draw, Prediction, predict, uniform
 
 WIDTH = 16
@@ -44,7 +45,7 @@ def drawn(
         top_k=torch.full((n,), top_k),
         uniform=u,
     )
-    return predict(hidden, head, mask_id, want_entropy=False, draw=draw)
+    return predict(hidden, Head(head), mask_id, want_entropy=False, draw=draw)
 
 
 @pytest.mark.parametrize("vocabulary", [5, 7, 8, 13, 64, 259])
@@ -53,7 +54,7 @@ def test_greedy_equals_torch_whatever_the_slices(vocabulary: int, size: int) -> 
     """Slices that divide the vocabulary, that leave one entry over, and one slice larger than all of it."""
     hidden, head = tensors(vocabulary)
     for mask_id in (0, 2, vocabulary - 1):
-        got = predict(hidden, head, mask_id, want_entropy=True, draw=None, vocabulary_slice=size)
+        got = predict(hidden, Head(head, size), mask_id, want_entropy=True, draw=None)
         p = whole(hidden, head, mask_id).softmax(-1)
         assert got.x0.tolist() == p.argmax(-1).tolist()
         torch.testing.assert_close(got.confidence.double(), p.amax(-1), atol=1e-6, rtol=0)
@@ -63,12 +64,13 @@ def test_greedy_equals_torch_whatever_the_slices(vocabulary: int, size: int) -> 
 
 
 def test_entropy_is_left_out_unless_asked_for() -> None:
-    assert predict(*tensors(8), mask_id=0, want_entropy=False, draw=None).entropy is None
+    hidden, head = tensors(8)
+    assert predict(hidden, Head(head), mask_id=0, want_entropy=False, draw=None).entropy is None
 
 
 def test_sure_predictions_have_confidence_one_and_no_entropy() -> None:
     hidden, head = tensors(20, scale=500.0)
-    got = predict(hidden, head, mask_id=0, want_entropy=True, draw=None)
+    got = predict(hidden, Head(head), mask_id=0, want_entropy=True, draw=None)
     assert got.entropy is not None
     assert got.confidence.tolist() == pytest.approx([1.0] * 9)
     assert got.entropy.tolist() == pytest.approx([0.0] * 9, abs=1e-5)
@@ -126,7 +128,7 @@ def test_the_ends_of_the_unit_interval_draw_an_allowed_token(u: float) -> None:
 
 def test_only_the_positions_of_the_draw_are_drawn() -> None:
     hidden, head = tensors(30)
-    greedy = predict(hidden, head, 3, want_entropy=False, draw=None)
+    greedy = predict(hidden, Head(head), 3, want_entropy=False, draw=None)
     draw = Draw(
         index=torch.tensor([2, 5]),
         temperature=torch.tensor([10.0, 10.0]),
@@ -134,7 +136,7 @@ def test_only_the_positions_of_the_draw_are_drawn() -> None:
         top_k=torch.zeros(2, dtype=torch.int64),
         uniform=torch.tensor([0.99, 0.99]),
     )
-    got = predict(hidden, head, 3, want_entropy=False, draw=draw)
+    got = predict(hidden, Head(head), 3, want_entropy=False, draw=draw)
     differs = (got.x0 != greedy.x0).nonzero().flatten().tolist()
     assert differs == [2, 5]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -287,10 +288,12 @@ def test_a_small_budget_makes_a_small_subset(workload: Workload) -> None:
 
 def test_useful_flops_are_those_of_the_formula(tiny: Loaded) -> None:
     c = tiny.spec.decoder
-    weights = sum(w.numel() for layer in tiny.decoder.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down))
+    weights = sum(
+        math.prod(w.shape) for layer in tiny.decoder.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)
+    )
     assert useful_flops(tiny, EngineStats(denoise_positions=1)) == 2 * weights
     assert useful_flops(tiny, EngineStats(attention_cells=1)) == 4 * c.heads * c.head_dim * c.layers
-    assert useful_flops(tiny, EngineStats(predictions=1)) == 2 * tiny.decoder.head.numel()
+    assert useful_flops(tiny, EngineStats(predictions=1)) == 2 * math.prod(tiny.decoder.head.shape)
 
 
 def test_the_window_is_full_and_without_prefill(workload: Workload) -> None:

@@ -75,7 +75,7 @@ class Sampler:
             return seen.transpose(0, 1).reshape(-1, c.heads * c.head_dim)
 
         positions = torch.arange(len(tokens), device=tokens.device)
-        return F.linear(self._decoder.hidden(tokens, positions, attend, wanted=positions), self._decoder.head)
+        return self._decoder.head(self._decoder.hidden(tokens, positions, attend, wanted=positions))
 
     def _visible(self, length: int, start: int, end: int) -> Tensor | None:
         if self._spec.attention == "bidirectional":

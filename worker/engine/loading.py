@@ -6,6 +6,7 @@ Weights come from safetensors, one file or an index of shards, mapped into memor
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ class Loaded:
 
     @property
     def parameters(self) -> int:
-        return sum(tensor.numel() for tensor in self.decoder.tensors())
+        return sum(math.prod(shape) for shape in shapes(self.spec.decoder).values())
 
 
 def load(folder: Path, device: str = "auto", dtype: str = "auto", threads: int = 0) -> Loaded:

@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-VOCABULARY_SLICE = 8192
+from worker.engine.models.linear import Head, Linear
+
 SAMPLED_AT_ONCE = 64
 """Sampled positions need the whole distribution; this many are in memory at a time."""
 
@@ -40,13 +40,12 @@ class Draw:
 
 def predict(
     hidden: Tensor,
-    head: Tensor,
+    head: Head,
     mask_id: int,
     want_entropy: bool,
     draw: Draw | None,
-    vocabulary_slice: int = VOCABULARY_SLICE,
 ) -> Prediction:
-    """hidden (N, d) after the last norm, head (V, d) -> Prediction. The mask id is never predicted.
+    """hidden (N, d) after the last norm -> Prediction. The mask id is never predicted.
 
     With running maximum m, s = Σ e^(l-m) and t = Σ e^(l-m) (l-m): confidence = 1/s and entropy = ln s - t/s.
     """
@@ -54,8 +53,8 @@ def predict(
     top = torch.full((n,), -torch.inf, device=hidden.device)
     x0 = torch.zeros(n, dtype=torch.int64, device=hidden.device)
     s, t = torch.zeros_like(top), torch.zeros_like(top)
-    for start in range(0, head.shape[0], vocabulary_slice):
-        logits = _logits(hidden, head[start : start + vocabulary_slice], mask_id - start)  # (N, slice) float32
+    for start, part in head.parts:
+        logits = _logits(hidden, part, mask_id - start)  # (N, slice) float32
         slice_top, slice_x0 = logits.max(-1)
         new_top = torch.maximum(top, slice_top)
         shifted = logits - new_top.unsqueeze(-1)
@@ -72,25 +71,25 @@ def predict(
     confidence = s.reciprocal()
     if draw is not None:
         x0, confidence = x0.clone(), confidence.clone()
-        for part in range(0, len(draw.index), SAMPLED_AT_ONCE):
-            _draw(hidden, head, mask_id, draw, slice(part, part + SAMPLED_AT_ONCE), x0, confidence)
+        for first in range(0, len(draw.index), SAMPLED_AT_ONCE):
+            _draw(hidden, head, mask_id, draw, slice(first, first + SAMPLED_AT_ONCE), x0, confidence)
     return Prediction(x0, confidence, entropy)
 
 
-def log_probabilities(hidden: Tensor, head: Tensor, mask_id: int) -> Tensor:
-    """hidden (N, d), head (V, d) -> (N, V) float32: the whole distribution, for rules that compare it over steps."""
+def log_probabilities(hidden: Tensor, head: Head, mask_id: int) -> Tensor:
+    """hidden (N, d) -> (N, V) float32: the whole distribution, for rules that compare it over steps."""
     return _logits(hidden, head, mask_id).log_softmax(-1)
 
 
-def _logits(hidden: Tensor, head: Tensor, forbidden: int) -> Tensor:
+def _logits(hidden: Tensor, head: Head | Linear, forbidden: int) -> Tensor:
     """(N, rows of `head`) float32, -inf at the row `forbidden` where there is one."""
-    logits = F.linear(hidden, head).float()
+    logits = head(hidden).float()
     if 0 <= forbidden < head.shape[0]:
         logits[:, forbidden] = -torch.inf
     return logits
 
 
-def _draw(hidden: Tensor, head: Tensor, mask_id: int, draw: Draw, part: slice, x0: Tensor, confidence: Tensor) -> None:
+def _draw(hidden: Tensor, head: Head, mask_id: int, draw: Draw, part: slice, x0: Tensor, confidence: Tensor) -> None:
     """Replace x0 and confidence at `draw.index[part]` by a draw from the tempered, filtered distribution."""
     index = draw.index[part]
     logits = _logits(hidden[index], head, mask_id)  # (n, V)

@@ -6,7 +6,7 @@ plan's business (`runner.py`). There is no padding and no batch axis here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from worker.engine.models.linear import Head, Linear
 from worker.engine.models.spec import DecoderConfig
 
 Fetch = Callable[[str], Tensor]
@@ -32,13 +33,12 @@ class Layer:
     """One layer's weights; projections that read the same input are stacked into one matrix."""
 
     attention_norm: Tensor  # (d,)
-    qkv: Tensor  # ((heads + 2 kv_heads) * head_dim, d)
-    qkv_bias: Tensor | None  # ((heads + 2 kv_heads) * head_dim,)
+    qkv: Linear  # ((heads + 2 kv_heads) * head_dim, d)
     qk_norm: tuple[Tensor, Tensor] | None  # (head_dim,) each
-    o: Tensor  # (d, heads * head_dim)
+    o: Linear  # (d, heads * head_dim)
     mlp_norm: Tensor  # (d,)
-    gate_up: Tensor  # (2 * intermediate, d)
-    down: Tensor  # (d, intermediate)
+    gate_up: Linear  # (2 * intermediate, d)
+    down: Linear  # (d, intermediate)
 
 
 class Decoder:
@@ -49,7 +49,7 @@ class Decoder:
         self.embed = fetch("embed")  # (V, d)
         self.layers = [_layer(config, number, fetch) for number in range(config.layers)]
         self.norm = fetch("norm")  # (d,)
-        self.head = self.embed if config.tied_head else fetch("head")  # (V, d)
+        self.head = Head(self.embed if config.tied_head else fetch("head"))  # (V, d)
         self.cos, self.sin = rope_tables(config, self.embed.dtype, self.embed.device)
 
     @property
@@ -60,17 +60,6 @@ class Decoder:
     def dtype(self) -> torch.dtype:
         return self.embed.dtype
 
-    def tensors(self) -> Iterator[Tensor]:
-        """Every weight once, for counting parameters and bytes."""
-        yield from (self.embed, self.norm)
-        if self.head is not self.embed:
-            yield self.head
-        for layer in self.layers:
-            yield from (layer.attention_norm, layer.qkv, layer.o, layer.mlp_norm, layer.gate_up, layer.down)
-            yield from (layer.qk_norm or ())
-            if layer.qkv_bias is not None:
-                yield layer.qkv_bias
-
     def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend, wanted: Tensor) -> Tensor:
         """tokens (T,), positions (T,), wanted (N,) indices into T -> states there (N, d), ready for the head."""
         x = F.embedding(tokens, self.embed)
@@ -80,24 +69,24 @@ class Decoder:
             seen = self._attention(number, layer, self._rms_norm(x, layer.attention_norm), cos, sin, attend)
             if number == last:  # all positions leave their keys and values; only the wanted ones go on
                 x, seen = x.index_select(0, wanted), seen.index_select(0, wanted)
-            x = x + F.linear(seen, layer.o)
+            x = x + layer.o(seen)
             x = x + _swiglu(self._rms_norm(x, layer.mlp_norm), layer)
         return self._rms_norm(x, self.norm)
 
     def _attention(self, number: int, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """(T, d) -> what each position saw, (T, heads * head_dim)."""
         c = self.config
-        qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(-1, c.heads + 2 * c.kv_heads, c.head_dim)
-        q, k, v = qkv.split([c.heads, c.kv_heads, c.kv_heads], dim=1)
+        qkv = layer.qkv(x).view(-1, c.heads + 2 * c.kv_heads, c.head_dim)
+        qk, v = qkv.split([c.heads + c.kv_heads, c.kv_heads], dim=1)
         if layer.qk_norm is not None:
-            q, k = self._rms_norm(q, layer.qk_norm[0]), self._rms_norm(k, layer.qk_norm[1])
-        return attend(number, _rotate(q, cos, sin), _rotate(k, cos, sin), v)
+            q, k = qk.split([c.heads, c.kv_heads], dim=1)
+            qk = torch.cat([self._rms_norm(q, layer.qk_norm[0]), self._rms_norm(k, layer.qk_norm[1])], dim=1)
+        q, k = _rotate(qk, cos, sin).split([c.heads, c.kv_heads], dim=1)
+        return attend(number, q, k, v)
 
     def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Statistics in float32, the weight applied in the model's dtype, as Llama and LLaDA publish it."""
-        wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.config.norm_eps)
-        return (wide * scale).to(x.dtype) * weight
+        return F.rms_norm(x, (x.shape[-1],), weight, self.config.norm_eps)
 
 
 def rope_tables(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -115,8 +104,8 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _swiglu(x: Tensor, layer: Layer) -> Tensor:
-    gate, up = F.linear(x, layer.gate_up).chunk(2, dim=-1)
-    return F.linear(F.silu(gate) * up, layer.down)
+    gate, up = layer.gate_up(x).chunk(2, dim=-1)
+    return layer.down(F.silu(gate) * up)
 
 
 def _layer(config: DecoderConfig, number: int, fetch: Fetch) -> Layer:
@@ -125,13 +114,15 @@ def _layer(config: DecoderConfig, number: int, fetch: Fetch) -> Layer:
 
     return Layer(
         attention_norm=get("attention_norm"),
-        qkv=torch.cat([get("q"), get("k"), get("v")]),
-        qkv_bias=torch.cat([get("q_bias"), get("k_bias"), get("v_bias")]) if config.qkv_bias else None,
+        qkv=Linear(
+            torch.cat([get("q"), get("k"), get("v")]),
+            torch.cat([get("q_bias"), get("k_bias"), get("v_bias")]) if config.qkv_bias else None,
+        ),
         qk_norm=(get("q_norm"), get("k_norm")) if config.qk_norm else None,
-        o=get("o"),
+        o=Linear(get("o")),
         mlp_norm=get("mlp_norm"),
-        gate_up=torch.cat([get("gate"), get("up")]),
-        down=get("down"),
+        gate_up=Linear(torch.cat([get("gate"), get("up")])),
+        down=Linear(get("down")),
     )
 
 
