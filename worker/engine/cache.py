@@ -50,6 +50,7 @@ class Slots:
     """Where each row's keys and values lie: row key -> (class, slot)."""
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
         self._make = lambda capacity: SlotClass(config, capacity, dtype, device)
         self.bytes_per_position = 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize
         self._classes: dict[int, SlotClass] = {}

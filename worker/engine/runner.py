@@ -1,7 +1,6 @@
 """Rows -> one ragged forward -> predictions where a mask stands.
 
-All rows' spans are packed end to end, so linear layers see no padding. Attention runs per slot class: spans of equal
-length are one call over neighbouring slots, each query seeing its own row's first `visible` keys.
+All rows' spans are packed end to end, so linear layers see no padding.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from contract.sampling import Rule
-from worker.engine.cache import SlotClass, Slots
+from worker.engine.attention import AttentionPlan
+from worker.engine.cache import Slots
 from worker.engine.history import History
 from worker.engine.models.decoder import Decoder
 from worker.engine.models.spec import ModelSpec
@@ -25,9 +25,6 @@ from worker.engine.sequence import Row
 from worker.engine.stats import Stopwatch
 from worker.engine.unmasking import RULES
 from worker.engine.unmasking.rule import Candidates
-
-ALONE = 64
-"""A span of at least this many queries fills an attention call by itself."""
 
 
 class ModelRunner:
@@ -62,7 +59,7 @@ class ModelRunner:
         """Hidden states (N, d) at the targets of all spans, in order."""
         for row, span in zip(rows, spans, strict=True):
             self.slots.reserve(row.key, span.end)
-        self.last_attention = attention = AttentionPlan(self, rows, spans)
+        self.last_attention = attention = AttentionPlan(self.spec.decoder, self.slots, rows, spans)
         tokens = self._tensor([token for span in spans for token in span.tokens], torch.int64)
         positions = self._tensor([p for span in spans for p in range(span.start, span.end)], torch.int64)
         wanted, first = [], 0
@@ -173,115 +170,3 @@ class Member:
     def index(self, width: int, padding: int) -> list[int]:
         count = len(self.span.targets)
         return [*range(self.first, self.first + count), *[padding] * (width - count)]
-
-
-@dataclass(frozen=True)
-class Call:
-    """One attention call: R neighbouring slots of a class, q queries each, over their first `keys` keys."""
-
-    held: SlotClass
-    first: int
-    rows: int
-    keys: int
-    gather: Tensor  # (R * q,) packed index of each query; 0 for slots that do not take part
-    members: Tensor | None  # indices into R * q that take part; None: all of them
-    packed: Tensor  # packed index of each of those
-    mask: Tensor | None  # (R, 1, groups * q, keys) additive; None: everything is visible
-
-
-class AttentionPlan:
-    """How this step's queries meet the stored keys; built once, used by every layer."""
-
-    def __init__(self, runner: ModelRunner, rows: Items[Row], spans: Items[Span]) -> None:
-        self._runner = runner
-        self._config = runner.spec.decoder
-        self.padded_cells = 0
-        self.cells = 0
-        self._stores: list[tuple[SlotClass, Tensor, Tensor, Tensor]] = []
-        self._calls: list[Call] = []
-        by_class: dict[int, list[tuple[int, int, Span]]] = defaultdict(list)  # (slot, packed start, span)
-        held_by: dict[int, SlotClass] = {}
-        packed = 0
-        for row, span in zip(rows, spans, strict=True):
-            held, slot = runner.slots.reserve(row.key, span.end)
-            held_by[held.capacity] = held
-            by_class[held.capacity].append((slot, packed, span))
-            packed += len(span.tokens)
-        for capacity, members in by_class.items():
-            self._plan_class(held_by[capacity], members)
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q (T, heads, head_dim), k and v (T, kv_heads, head_dim) -> (T, heads * head_dim)."""
-        c = self._config
-        for held, packed, slot, position in self._stores:
-            held.data[layer, 0][slot, :, position] = k[packed]
-            held.data[layer, 1][slot, :, position] = v[packed]
-        out = q.new_empty(q.shape[0], c.heads * c.head_dim)
-        for call in self._calls:
-            self._attend(call, layer, q, out)
-        return out
-
-    def _attend(self, call: Call, layer: int, q: Tensor, out: Tensor) -> None:
-        c = self._config
-        groups = c.heads // c.kv_heads
-        # Query heads that share a key head become further queries of it: keys are read once, none is repeated.
-        mine = q.index_select(0, call.gather).view(call.rows, -1, c.kv_heads, groups, c.head_dim)
-        length = mine.shape[1]
-        mine = mine.permute(0, 2, 3, 1, 4).reshape(call.rows, c.kv_heads, groups * length, c.head_dim)
-        keys, values = call.held.data[layer, :, call.first : call.first + call.rows, :, : call.keys]
-        seen = F.scaled_dot_product_attention(mine, keys, values, attn_mask=call.mask)
-        seen = seen.view(call.rows, c.kv_heads, groups, length, c.head_dim).permute(0, 3, 1, 2, 4)
-        flat = seen.reshape(call.rows * length, c.heads * c.head_dim)
-        out.index_copy_(0, call.packed, flat if call.members is None else flat.index_select(0, call.members))
-
-    def _plan_class(self, held: SlotClass, members: list[tuple[int, int, Span]]) -> None:
-        tensor = self._runner._tensor
-        packed = [start + i for _, start, span in members for i in range(len(span.tokens))]
-        slots = [slot for slot, _, span in members for _ in span.tokens]
-        positions = [p for _, _, span in members for p in range(span.start, span.end)]
-        self._stores.append((held, *(tensor(values, torch.int64) for values in (packed, slots, positions))))
-        by_length: dict[int, list[tuple[int, int, Span]]] = defaultdict(list)
-        for member in members:
-            by_length[len(member[2].tokens)].append(member)
-        for length, alike in by_length.items():
-            if length >= ALONE:
-                self._calls += [self._call(held, [one], length) for one in alike]
-            else:
-                self._calls.append(self._call(held, alike, length))
-
-    def _call(self, held: SlotClass, members: list[tuple[int, int, Span]], length: int) -> Call:
-        tensor = self._runner._tensor
-        first = min(slot for slot, _, _ in members)
-        rows = max(slot for slot, _, _ in members) - first + 1
-        keys = max(max(span.visible) for _, _, span in members)
-        gather = [0] * (rows * length)
-        visible = [1] * (rows * length)  # an idle slot looks at one key, so that its softmax stays finite
-        taking_part = []
-        for slot, start, span in members:
-            at = (slot - first) * length
-            gather[at : at + length] = range(start, start + length)
-            visible[at : at + length] = span.visible
-            taking_part += range(at, at + length)
-        whole = len(members) == rows
-        self.cells += sum(visible[at] for at in taking_part)
-        self.padded_cells += rows * length * keys
-        order = range(rows * length) if whole else taking_part
-        return Call(
-            held=held,
-            first=first,
-            rows=rows,
-            keys=keys,
-            gather=tensor(gather, torch.int64),
-            members=None if whole else tensor(taking_part, torch.int64),
-            packed=tensor([gather[at] for at in order], torch.int64),
-            mask=self._mask(visible, rows, length, keys),
-        )
-
-    def _mask(self, visible: list[int], rows: int, length: int, keys: int) -> Tensor | None:
-        if all(count == keys for count in visible):
-            return None
-        device, dtype = self._runner.decoder.device, self._runner.decoder.dtype
-        limit = self._runner._tensor(visible, torch.int64).view(rows, 1, length, 1)
-        hidden = torch.arange(keys, device=device) >= limit
-        mask = torch.zeros(rows, 1, length, keys, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
-        return mask.repeat(1, 1, self._config.heads // self._config.kv_heads, 1)

@@ -1,0 +1,143 @@
+"""Packed queries meet the stored keys of their own rows.
+
+Attention runs per slot class: spans of equal length are one call over neighbouring slots, each query seeing its own
+row's first `visible` keys.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from worker.engine.cache import SlotClass, Slots
+from worker.engine.models.spec import DecoderConfig
+from worker.engine.request import Span
+from worker.engine.sequence import Row
+
+ALONE = 64
+"""A span of at least this many queries fills an attention call by itself."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A span, the slot of its row, and where its queries begin among the packed ones."""
+
+    slot: int
+    packed: int
+    span: Span
+
+
+@dataclass(frozen=True)
+class Store:
+    """Where this step's keys and values go: for each of `packed` its slot and position in the class."""
+
+    held: SlotClass
+    packed: Tensor  # (n,)
+    slots: Tensor  # (n,)
+    positions: Tensor  # (n,)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One attention call: R neighbouring slots of a class, n queries each, over their first `keys` keys.
+
+    Query heads that share a key head become further queries of it, so keys are read once and none is repeated.
+    `read` and `write` number (packed position, head) pairs in the order (slot, key head, head of its group, query).
+    """
+
+    held: SlotClass
+    first: int
+    rows: int
+    keys: int
+    read: Tensor  # (R * heads * n,)
+    write: Tensor  # (R * heads * n,); slots that do not take part write to a spare position
+    mask: Tensor | None  # (R, 1, groups * n, keys) additive; None: everything is visible
+
+
+class AttentionPlan:
+    """How this step's queries meet the stored keys; built once, used by every layer."""
+
+    def __init__(self, config: DecoderConfig, slots: Slots, rows: Items[Row], spans: Items[Span]) -> None:
+        self._config = config
+        self._slots = slots
+        self.padded_cells = 0
+        self.cells = 0
+        self._stores: list[Store] = []
+        self._calls: list[Call] = []
+        by_class: dict[SlotClass, list[Member]] = defaultdict(list)
+        self._total = 0
+        for row, span in zip(rows, spans, strict=True):
+            held, slot = slots.reserve(row.key, span.end)
+            by_class[held].append(Member(slot, self._total, span))
+            self._total += len(span.tokens)
+        for held, members in by_class.items():
+            self._plan_class(held, members)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q (T, heads, head_dim), k and v (T, kv_heads, head_dim) -> (T, heads * head_dim)."""
+        for store in self._stores:
+            store.held.data[layer, 0][store.slots, :, store.positions] = k[store.packed]
+            store.held.data[layer, 1][store.slots, :, store.positions] = v[store.packed]
+        c = self._config
+        heads = q.reshape(-1, c.head_dim)
+        out = q.new_empty((q.shape[0] + 1) * c.heads, c.head_dim)  # the last position is the spare one
+        for call in self._calls:
+            out.index_copy_(0, call.write, self._attend(call, layer, heads.index_select(0, call.read)))
+        return out.view(-1, c.heads * c.head_dim)[:-1]
+
+    def _attend(self, call: Call, layer: int, q: Tensor) -> Tensor:
+        """q (R * heads * n, head_dim) -> what each saw, likewise."""
+        q = q.view(call.rows, self._config.kv_heads, -1, self._config.head_dim)
+        keys, values = call.held.data[layer, :, call.first : call.first + call.rows, :, : call.keys]
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=call.mask).reshape(-1, self._config.head_dim)
+
+    def _plan_class(self, held: SlotClass, members: list[Member]) -> None:
+        packed = [member.packed + i for member in members for i in range(len(member.span.tokens))]
+        slots = [member.slot for member in members for _ in member.span.tokens]
+        positions = [p for member in members for p in range(member.span.start, member.span.end)]
+        self._stores.append(Store(held, *(self._tensor(values) for values in (packed, slots, positions))))
+        by_length: dict[int, list[Member]] = defaultdict(list)
+        for member in members:
+            by_length[len(member.span.tokens)].append(member)
+        for length, alike in by_length.items():
+            if length >= ALONE:
+                self._calls += [self._call(held, [one], length) for one in alike]
+            else:
+                self._calls.append(self._call(held, alike, length))
+
+    def _call(self, held: SlotClass, members: list[Member], length: int) -> Call:
+        first = min(member.slot for member in members)
+        rows = max(member.slot for member in members) - first + 1
+        keys = max(max(member.span.visible) for member in members)
+        packed = [self._total] * (rows * length)
+        visible = [1] * (rows * length)  # an idle slot looks at one key, so that its softmax stays finite
+        for member in members:
+            at = (member.slot - first) * length
+            packed[at : at + length] = range(member.packed, member.packed + length)
+            visible[at : at + length] = member.span.visible
+            self.cells += sum(member.span.visible)
+        self.padded_cells += rows * length * keys
+        write = self._by_head(packed, rows, length)
+        read = write.where(write < self._total * self._config.heads, 0)
+        return Call(held, first, rows, keys, read, write, self._mask(visible, rows, length, keys))
+
+    def _by_head(self, packed: list[int], rows: int, length: int) -> Tensor:
+        c = self._config
+        head = torch.arange(c.heads, device=self._slots.device).view(1, c.kv_heads, -1, 1)
+        return (self._tensor(packed).view(rows, 1, 1, length) * c.heads + head).flatten()
+
+    def _mask(self, visible: list[int], rows: int, length: int, keys: int) -> Tensor | None:
+        if all(count == keys for count in visible):
+            return None
+        limit = self._tensor(visible).view(rows, 1, length, 1)
+        hidden = torch.arange(keys, device=self._slots.device) >= limit
+        mask = torch.zeros(hidden.shape, dtype=self._slots.dtype, device=self._slots.device)
+        return mask.masked_fill_(hidden, -torch.inf).repeat(1, 1, self._config.heads // self._config.kv_heads, 1)
+
+    def _tensor(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64).to(self._slots.device, non_blocking=True)
