@@ -18,6 +18,7 @@ from worker.engine.cache import SlotClass, Slots
 from worker.engine.models.spec import DecoderConfig
 from worker.engine.request import Span
 from worker.engine.sequence import Row
+from worker.engine.transfer import to_device
 
 ALONE = 64
 """A span of at least this many queries fills an attention call by itself."""
@@ -140,4 +141,4 @@ class AttentionPlan:
         return mask.masked_fill_(hidden, -torch.inf).repeat(1, 1, self._config.heads // self._config.kv_heads, 1)
 
     def _tensor(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64).to(self._slots.device, non_blocking=True)
+        return to_device(values, torch.int64, self._slots.device)

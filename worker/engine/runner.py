@@ -23,6 +23,7 @@ from worker.engine.request import Span
 from worker.engine.sampling import Draw, Prediction, log_probabilities, predict, uniform
 from worker.engine.sequence import Row
 from worker.engine.stats import Stopwatch
+from worker.engine.transfer import to_device
 from worker.engine.unmasking import RULES
 from worker.engine.unmasking.rule import Candidates
 
@@ -53,7 +54,7 @@ class ModelRunner:
         self.history.release(row.key)
 
     def _tensor(self, values: Items[object], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype).to(self.decoder.device, non_blocking=True)
+        return to_device(values, dtype, self.decoder.device)
 
     def _forward(self, rows: Items[Row], spans: Items[Span], watch: Stopwatch) -> Tensor:
         """Hidden states (N, d) at the targets of all spans, in order."""
