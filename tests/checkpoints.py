@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,20 @@ VOCABULARY = 259
 HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS = 64, 96, 2, 4, 2
 ROPE_THETA = 10_000.0
 NORM_EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What differs between the Llama-shaped models that others are made from."""
+
+    head_dim: int = HIDDEN // HEADS
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+
+LLAMA = Shape()
+QWEN2 = Shape(qkv_bias=True)
+QWEN3 = Shape(head_dim=24, qk_norm=True)  # heads * head_dim is not the hidden size, as published
 
 SPECIALS = {STOP: "<|end|>", MASK: "<|mask|>", TURN: "<|turn|>"}
 CHAT_TEMPLATE = (
@@ -85,7 +100,36 @@ def llada(
     return _write(folder, config, weights, tokenizer, chat_template)
 
 
-def random_weights(seed: int) -> dict[str, Tensor]:
+def dream(
+    folder: Path, *, seed: int = 0, tokenizer: bool = True, chat_template: bool = False, max_positions: int = 512
+) -> Path:
+    """Write a bidirectional model in Dream's layout (shifted, biases, untied head) to `folder`; returns it."""
+    config = {
+        "architectures": ["DreamModel"],
+        "model_type": "Dream",
+        "mask_token_id": MASK,
+        "bos_token_id": STOP,
+        "eos_token_id": STOP,
+        "pad_token_id": STOP,
+        "hidden_act": "silu",
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "rms_norm_eps": NORM_EPS,
+        "rope_theta": ROPE_THETA,
+        "rope_scaling": None,
+        "max_position_embeddings": max_positions,
+        "tie_word_embeddings": False,
+        "use_cache": False,
+        "sliding_window": None,
+    }
+    return _write(folder, config, random_weights(seed, QWEN2), tokenizer, chat_template)
+
+
+def random_weights(seed: int, shape: Shape = LLAMA) -> dict[str, Tensor]:
     """All weights under Llama's names, float32; the head is a copy of the embedding."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -95,7 +139,7 @@ def random_weights(seed: int) -> dict[str, Tensor]:
     def norm_weight() -> Tensor:
         return 1.0 + 0.1 * torch.randn(HIDDEN, generator=generator)
 
-    kv = KV_HEADS * HIDDEN // HEADS
+    q, kv = HEADS * shape.head_dim, KV_HEADS * shape.head_dim
     embedding = normal(VOCABULARY, HIDDEN, gain=6.0)
     embedding[STOP] *= 1.6  # so that answers of a few dozen tokens often reach it
     weights = {"model.embed_tokens.weight": embedding, "model.norm.weight": norm_weight()}
@@ -103,17 +147,32 @@ def random_weights(seed: int) -> dict[str, Tensor]:
         layer = {
             "input_layernorm": norm_weight(),
             "post_attention_layernorm": norm_weight(),
-            "self_attn.q_proj": normal(HIDDEN, HIDDEN, gain=2.5),
+            "self_attn.q_proj": normal(q, HIDDEN, gain=2.5),
             "self_attn.k_proj": normal(kv, HIDDEN, gain=2.5),
             "self_attn.v_proj": normal(kv, HIDDEN, gain=3.0),
-            "self_attn.o_proj": normal(HIDDEN, HIDDEN, gain=3.0),
+            "self_attn.o_proj": normal(HIDDEN, q, gain=3.0),
             "mlp.gate_proj": normal(INTERMEDIATE, HIDDEN),
             "mlp.up_proj": normal(INTERMEDIATE, HIDDEN),
             "mlp.down_proj": normal(HIDDEN, INTERMEDIATE, gain=4.0),
         }
         weights |= {f"model.layers.{number}.{part}.weight": weight for part, weight in layer.items()}
+        weights |= {f"model.layers.{number}.self_attn.{part}": w for part, w in _extras(seed, number, shape).items()}
     weights["lm_head.weight"] = embedding.clone()
     return weights
+
+
+def _extras(seed: int, number: int, shape: Shape) -> dict[str, Tensor]:
+    """A layer's weights that only some shapes have, drawn apart: the others stay what they are without them."""
+    generator = torch.Generator().manual_seed(1000 * seed + number + 1)
+    extras: dict[str, Tensor] = {}
+    if shape.qkv_bias:
+        lengths = {"q_proj": HEADS * shape.head_dim, "k_proj": KV_HEADS * shape.head_dim}
+        for part, length in (lengths | {"v_proj": lengths["k_proj"]}).items():
+            extras[f"{part}.bias"] = torch.randn(length, generator=generator)
+    if shape.qk_norm:
+        for part in ("q_norm", "k_norm"):  # attention as sharp as without the norms
+            extras[f"{part}.weight"] = 2.5 + 0.3 * torch.randn(shape.head_dim, generator=generator)
+    return extras
 
 
 def _llada_name(name: str) -> str:

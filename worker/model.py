@@ -84,8 +84,9 @@ def open_model(settings: WorkerSettings) -> Model:
     """Load the model that the settings name. Raises ModelLoadError saying what does not fit."""
     folder = model_folder(settings.folders, settings.model)
     loaded = load(folder, settings.device, settings.dtype, settings.threads)
-    tokenizer = Tokenizer(folder, loaded.spec.decoder.vocab_size, settings.prompt_format)
-    engine = Engine(loaded.spec, loaded.decoder, settings.max_rows, settings.max_step_tokens, settings.prefix_cache_mb)
+    spec = loaded.spec
+    tokenizer = Tokenizer(folder, spec.decoder.vocab_size, settings.prompt_format, spec.tokenizer_class)
+    engine = Engine(spec, loaded.decoder, settings.max_rows, settings.max_step_tokens, settings.prefix_cache_mb)
     return Model(settings.queue_model, engine, tokenizer, loaded)
 
 

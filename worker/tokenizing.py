@@ -18,15 +18,18 @@ class Tokenizer:
     """A checkpoint's tokenizer.
 
     A `prompt` becomes one user turn when the model has a chat template and `prompt_format` is `chat`; `messages`
-    always go through the template.
+    always go through the template. `class_name` is transformers' class for a checkpoint that names one of its own.
     """
 
-    def __init__(self, folder: Path, vocab_size: int, prompt_format: PromptFormat = "chat") -> None:
+    def __init__(
+        self, folder: Path, vocab_size: int, prompt_format: PromptFormat = "chat", class_name: str | None = None
+    ) -> None:
         # Imported here: transformers takes seconds to import, and `worker --help` should not.
-        from transformers import AutoTokenizer
+        import transformers
 
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        kind = getattr(transformers, class_name or "AutoTokenizer")
+        try:  # unless told not to, transformers asks at the terminal whether to run the checkpoint's code
+            self._tokenizer: Any = kind.from_pretrained(folder, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise ModelLoadError(f"{folder}: no usable tokenizer: {' '.join(str(error).split())}") from None
         if len(self._tokenizer) > vocab_size:

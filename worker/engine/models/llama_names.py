@@ -52,7 +52,7 @@ def llama_decoder(config: dict[str, Any]) -> DecoderConfig:
     )
 
 
-def stop_ids(config: dict[str, Any]) -> frozenset[int]:
-    """The ids that end a text: `eos_token_id`, one or several."""
+def stop_ids(config: dict[str, Any], *more: int) -> frozenset[int]:
+    """The ids that end a text: `eos_token_id`, one or several, and those of `more` that the vocabulary holds."""
     ids = config["eos_token_id"]
-    return frozenset(ids if isinstance(ids, list) else [ids])
+    return frozenset(ids if isinstance(ids, list) else [ids]) | {one for one in more if one < config["vocab_size"]}

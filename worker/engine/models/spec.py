@@ -41,6 +41,7 @@ class ModelSpec:
     attention: `causal_context` sees finished text causally and the active block in both directions;
     `bidirectional` sees the whole canvas. shift: the prediction for position i is read at i - 1.
     commit: whether a finished block is written by a forward of its own, or by the next block's first denoise step.
+    tokenizer_class: transformers' class for checkpoints whose tokenizer names a class of their own.
     tensor_name: our name of a weight (`layers.0.q`, `embed`, `head` …) to the published one.
     """
 
@@ -55,3 +56,4 @@ class ModelSpec:
     threshold: float
     tensor_name: Callable[[str], str]
     commit: Commit = "separate"
+    tokenizer_class: str | None = None

@@ -1,0 +1,109 @@
+"""Every dense family: its published layout loads, and its logits and tokens are those of an independent model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import checkpoints
+from tests.engine.reference import Recipe, Reference
+from tests.engine.running import prompt, request
+from tests.engine.test_against_reference import LENGTHS, engine_answers, recipe_of, recording
+from worker.engine import Loaded, load
+from worker.engine.models.registry import model_spec
+
+
+@dataclass(frozen=True)
+class Family:
+    """A tiny checkpoint and the model of transformers that it must agree with."""
+
+    write: Callable[..., Path]
+    reference: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Pair:
+    loaded: Loaded
+    reference: Reference
+
+
+FAMILIES = {
+    "dream": Family(checkpoints.dream, {"tied": False, "shape": checkpoints.QWEN2, "shift": 1}),
+}
+RULES = (
+    ("fixed_steps", 14),
+    ("threshold", 0.6),
+    ("left_to_right", 0.5),
+    ("entropy_bound", 2.0),
+    ("klass", (0.3, 2.0)),
+    ("joint_threshold", (0.2, 0.3)),
+)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    family = FAMILIES[request.param]
+    folder = family.write(tmp_path_factory.mktemp(request.param), tokenizer=False)
+    return Pair(load(folder, device="cpu", dtype="float32"), Reference(**family.reference))
+
+
+def test_logits_agree_on_mixed_lengths(pair: Pair) -> None:
+    engine, logits = recording(pair.loaded)
+    for n in LENGTHS:
+        engine.add(request(n, prompt(n, n), max_new_tokens=n % 7 + 4, block_length=4))
+    engine.step()
+    wanted = []
+    for n in LENGTHS:
+        canvas = [*prompt(n, n), *[checkpoints.MASK] * (n % 7 + 4)]
+        first = n - pair.reference.shift
+        wanted.append(pair.reference.full_logits(canvas)[first : first + 4])
+    torch.testing.assert_close(logits[-1], torch.cat(wanted), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
+@pytest.mark.parametrize("block_length", [5, 32])
+@pytest.mark.parametrize(("rule", "number"), RULES)
+def test_tokens_are_those_of_the_plain_sampler(
+    pair: Pair, rule: str, number: float | tuple[float, float], block_length: int, cache: str
+) -> None:
+    recipe = recipe_of(rule, number, block_length)
+    expected = {n: pair.reference.bidirectional_answer(prompt(n, n), recipe, cache) for n in LENGTHS}
+    assert engine_answers(pair.loaded, recipe, cache=cache) == expected
+
+
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+@pytest.mark.parametrize("refresh", [1, 2])
+@pytest.mark.parametrize("block_length", [1, 5])
+def test_tokens_agree_when_most_is_read_at_the_edge_of_a_block(
+    pair: Pair, block_length: int, refresh: int, cache: str
+) -> None:
+    """Blocks of one position, and blocks that begin without computing the whole canvas."""
+    recipe = recipe_of("threshold", 0.6, block_length)
+    expected = {n: pair.reference.bidirectional_answer(prompt(n, n), recipe, cache, refresh) for n in LENGTHS}
+    assert engine_answers(pair.loaded, recipe, cache=cache, cache_refresh=refresh) == expected
+
+
+def test_the_references_are_worth_comparing_with(pair: Pair) -> None:
+    """Not one token again and again, some answers that stop and some that do not, steps that take several tokens."""
+    recipe = Recipe(max_new_tokens=32, block_length=8, rule="threshold", number=0.6)
+    answers = [pair.reference.bidirectional_answer(prompt(n, 6), recipe, "none") for n in range(20)]
+    assert len({token for answer in answers for token in answer.tokens}) > 40
+    assert 1 <= sum(len(answer.tokens) < 32 for answer in answers) <= 19
+    assert any(answer.steps < len(answer.tokens) * 3 / 4 for answer in answers)
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config
+
+
+def test_dream_has_the_published_ids_where_the_vocabulary_holds_them(tmp_path: Path) -> None:
+    config = config_of(checkpoints.dream(tmp_path, tokenizer=False)) | {"vocab_size": 152064, "eos_token_id": 151643}
+    spec = model_spec(config | {"mask_token_id": None})
+    assert (spec.mask_id, spec.stop_ids, spec.shift) == (151666, {151643, 151645, 151667}, True)
