@@ -129,6 +129,65 @@ def dream(
     return _write(folder, config, random_weights(seed, QWEN2), tokenizer, chat_template)
 
 
+def a2d_qwen3(
+    folder: Path, *, seed: int = 0, tokenizer: bool = True, chat_template: bool = False, max_positions: int = 512
+) -> Path:
+    """Write a bidirectional model in A2D Qwen3's layout (norms of queries and keys, tied head); returns `folder`.
+
+    Published ones leave the mask id to the family; a vocabulary this small cannot hold it.
+    """
+    config = {
+        "architectures": ["A2DQwen3LMHeadModel"],
+        "model_type": "a2d-qwen3",
+        "mask_token_id": MASK,
+        "eos_token_id": STOP,
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": QWEN3.head_dim,
+        "rms_norm_eps": NORM_EPS,
+        "rope_parameters": {"rope_theta": ROPE_THETA, "rope_type": "default"},
+        "max_position_embeddings": max_positions,
+        "tie_word_embeddings": True,
+    }
+    weights = random_weights(seed, QWEN3)
+    del weights["lm_head.weight"]
+    return _write(folder, config, weights, tokenizer, chat_template)
+
+
+def illada(
+    folder: Path, *, seed: int = 0, tokenizer: bool = True, chat_template: bool = False, max_positions: int = 512
+) -> Path:
+    """Write a bidirectional model in iLLaDA's layout (tied head, stored as well) to `folder`; returns it."""
+    config = {
+        "architectures": ["ILLaDAForCausalLM"],
+        "model_type": "illada",
+        "mask_token_id": MASK,  # published ones leave it to the family, whose id is a byte here
+        "eos_token_id": STOP,
+        "hidden_act": "silu",
+        "layer_norm_eps": None,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "rms_norm_eps": NORM_EPS,
+        "rope_theta": ROPE_THETA,
+        "rope_scaling": None,
+        "max_position_embeddings": max_positions,
+        "tie_word_embeddings": True,
+    }
+    return _write(folder, config, random_weights(seed), tokenizer, chat_template)
+
+
 def random_weights(seed: int, shape: Shape = LLAMA) -> dict[str, Tensor]:
     """All weights under Llama's names, float32; the head is a copy of the embedding."""
     generator = torch.Generator().manual_seed(seed)
@@ -170,8 +229,8 @@ def _extras(seed: int, number: int, shape: Shape) -> dict[str, Tensor]:
         for part, length in (lengths | {"v_proj": lengths["k_proj"]}).items():
             extras[f"{part}.bias"] = torch.randn(length, generator=generator)
     if shape.qk_norm:
-        for part in ("q_norm", "k_norm"):  # attention as sharp as without the norms
-            extras[f"{part}.weight"] = 2.5 + 0.3 * torch.randn(shape.head_dim, generator=generator)
+        for part in ("q_norm", "k_norm"):  # sharp attention, but not so sharp that float32's rounding grows past 1e-4
+            extras[f"{part}.weight"] = 1.7 + 0.3 * torch.randn(shape.head_dim, generator=generator)
     return extras
 
 

@@ -85,7 +85,9 @@ def open_model(settings: WorkerSettings) -> Model:
     folder = model_folder(settings.folders, settings.model)
     loaded = load(folder, settings.device, settings.dtype, settings.threads)
     spec = loaded.spec
-    tokenizer = Tokenizer(folder, spec.decoder.vocab_size, settings.prompt_format, spec.tokenizer_class)
+    tokenizer = Tokenizer(
+        folder, spec.decoder.vocab_size, settings.prompt_format, spec.tokenizer_class, spec.template_values
+    )
     engine = Engine(spec, loaded.decoder, settings.max_rows, settings.max_step_tokens, settings.prefix_cache_mb)
     return Model(settings.queue_model, engine, tokenizer, loaded)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,11 +18,17 @@ class Tokenizer:
     """A checkpoint's tokenizer.
 
     A `prompt` becomes one user turn when the model has a chat template and `prompt_format` is `chat`; `messages`
-    always go through the template. `class_name` is transformers' class for a checkpoint that names one of its own.
+    always go through the template, which sees `template_values` too. `class_name` is transformers' class for a
+    checkpoint that names one of its own.
     """
 
     def __init__(
-        self, folder: Path, vocab_size: int, prompt_format: PromptFormat = "chat", class_name: str | None = None
+        self,
+        folder: Path,
+        vocab_size: int,
+        prompt_format: PromptFormat = "chat",
+        class_name: str | None = None,
+        template_values: Mapping[str, Any] | None = None,
     ) -> None:
         # Imported here: transformers takes seconds to import, and `worker --help` should not.
         import transformers
@@ -37,6 +43,7 @@ class Tokenizer:
                 f"{folder}: the tokenizer knows {len(self._tokenizer)} tokens, the model only {vocab_size}; "
                 "they do not belong together"
             )
+        self._template_values = dict(template_values or {})
         self._wrap = prompt_format == "chat" and self._tokenizer.chat_template is not None
 
     def encode(self, prompt: str | None, messages: Sequence[Message] | None) -> tuple[int, ...]:
@@ -64,7 +71,9 @@ class Tokenizer:
             raise BadPrompt("empty_prompt", "the conversation has no messages")
         # The template writes its own special tokens; adding them again would double the first one.
         try:
-            text = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+            text = self._tokenizer.apply_chat_template(
+                turns, tokenize=False, add_generation_prompt=True, **self._template_values
+            )
         except TemplateError as error:  # templates refuse what they cannot write: a second system turn, say
             raise BadPrompt("bad_row", f"the model's chat template refuses the messages: {error}") from None
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from contract.errors import ModelLoadError
 from tests import checkpoints
 from tests.engine.reference import Recipe, Reference
 from tests.engine.running import prompt, request
@@ -35,6 +36,8 @@ class Pair:
 
 FAMILIES = {
     "dream": Family(checkpoints.dream, {"tied": False, "shape": checkpoints.QWEN2, "shift": 1}),
+    "a2d_qwen3": Family(checkpoints.a2d_qwen3, {"tied": True, "shape": checkpoints.QWEN3}),
+    "illada": Family(checkpoints.illada, {"tied": True}),
 }
 RULES = (
     ("fixed_steps", 14),
@@ -107,3 +110,24 @@ def test_dream_has_the_published_ids_where_the_vocabulary_holds_them(tmp_path: P
     config = config_of(checkpoints.dream(tmp_path, tokenizer=False)) | {"vocab_size": 152064, "eos_token_id": 151643}
     spec = model_spec(config | {"mask_token_id": None})
     assert (spec.mask_id, spec.stop_ids, spec.shift) == (151666, {151643, 151645, 151667}, True)
+
+
+def test_a2d_qwen3_has_ids_and_template_values_that_no_file_of_the_checkpoint_names(tmp_path: Path) -> None:
+    config = config_of(checkpoints.a2d_qwen3(tmp_path, tokenizer=False)) | {"vocab_size": 151936}
+    del config["mask_token_id"]
+    spec = model_spec(config | {"eos_token_id": 151645})
+    assert (spec.mask_id, spec.stop_ids, spec.shift) == (151669, {151643, 151645}, False)
+    assert spec.template_values == {"enable_thinking": False}
+
+
+def test_illada_has_ids_that_no_file_of_the_checkpoint_names(tmp_path: Path) -> None:
+    config = config_of(checkpoints.illada(tmp_path, tokenizer=False))
+    del config["mask_token_id"], config["eos_token_id"]
+    spec = model_spec(config)
+    assert (spec.mask_id, spec.stop_ids, spec.shift) == (5, {2}, False)
+
+
+def test_illada_with_layer_norms_is_refused(tmp_path: Path) -> None:
+    config = config_of(checkpoints.illada(tmp_path, tokenizer=False))
+    with pytest.raises(ModelLoadError, match="layer_norm_eps"):
+        model_spec(config | {"layer_norm_eps": 1e-5})

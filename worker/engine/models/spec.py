@@ -6,9 +6,9 @@ engine looks at configuration files.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from contract.sampling import Commit, Rule
 
@@ -42,6 +42,7 @@ class ModelSpec:
     `bidirectional` sees the whole canvas. shift: the prediction for position i is read at i - 1.
     commit: whether a finished block is written by a forward of its own, or by the next block's first denoise step.
     tokenizer_class: transformers' class for checkpoints whose tokenizer names a class of their own.
+    template_values: what the chat template is given beside the messages.
     tensor_name: our name of a weight (`layers.0.q`, `embed`, `head` …) to the published one.
     """
 
@@ -57,3 +58,4 @@ class ModelSpec:
     tensor_name: Callable[[str], str]
     commit: Commit = "separate"
     tokenizer_class: str | None = None
+    template_values: Mapping[str, Any] = field(default_factory=dict, hash=False)
