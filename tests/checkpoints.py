@@ -103,9 +103,13 @@ def llada(
 def dream(
     folder: Path, *, seed: int = 0, tokenizer: bool = True, chat_template: bool = False, max_positions: int = 512
 ) -> Path:
-    """Write a bidirectional model in Dream's layout (shifted, biases, untied head) to `folder`; returns it."""
+    """Write a bidirectional model in Dream's layout (shifted, biases, untied head) to `folder`; returns it.
+
+    Its tokenizer is Qwen2's two files under a class name of its own.
+    """
     config = {
         "architectures": ["DreamModel"],
+        "auto_map": {"AutoConfig": "configuration_dream.DreamConfig", "AutoModel": "modeling_dream.DreamModel"},
         "model_type": "Dream",
         "mask_token_id": MASK,
         "bos_token_id": STOP,
@@ -126,7 +130,10 @@ def dream(
         "use_cache": False,
         "sliding_window": None,
     }
-    return _write(folder, config, random_weights(seed, QWEN2), tokenizer, chat_template)
+    _write(folder, config, random_weights(seed, QWEN2), False, False)
+    if tokenizer:
+        _write_dream_tokenizer(folder, chat_template)
+    return folder
 
 
 def a2d_qwen3(
@@ -267,13 +274,46 @@ def _write(
 
 def _write_tokenizer(folder: Path, chat_template: bool) -> None:
     """One token per byte, and the special tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
+    made = Tokenizer(BPE(vocab=_bytes(), merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([AddedToken(SPECIALS[number], special=True) for number in sorted(SPECIALS)])
     made.save(str(folder / "tokenizer.json"))
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SPECIALS[STOP]}
+    _write_tokenizer_config(folder, settings, chat_template)
+
+
+def _write_dream_tokenizer(folder: Path, chat_template: bool) -> None:
+    (folder / "vocab.json").write_text(json.dumps(_bytes()), encoding="utf-8")
+    (folder / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
+    settings: dict[str, Any] = {
+        "tokenizer_class": "DreamTokenizer",
+        "auto_map": {"AutoTokenizer": ["tokenization_dream.DreamTokenizer", None]},
+        "added_tokens_decoder": {
+            str(number): {
+                "content": text,
+                "lstrip": False,
+                "normalized": False,
+                "rstrip": False,
+                "single_word": False,
+                "special": True,
+            }
+            for number, text in SPECIALS.items()
+        },
+        "bos_token": SPECIALS[STOP],
+        "eos_token": SPECIALS[STOP],
+        "mask_token": SPECIALS[MASK],
+        "pad_token": SPECIALS[STOP],
+        "unk_token": SPECIALS[STOP],
+    }
+    _write_tokenizer_config(folder, settings, chat_template)
+
+
+def _bytes() -> dict[str, int]:
+    return {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+
+
+def _write_tokenizer_config(folder: Path, settings: dict[str, Any], chat_template: bool) -> None:
     if chat_template:
         settings["chat_template"] = CHAT_TEMPLATE
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
