@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.engine.reference import Recipe, Reference
 from tests.engine.running import prompt, request
 from tests.engine.test_against_reference import LENGTHS, engine_answers, recipe_of, recording
 from worker.engine import Loaded, load
+from worker.engine.models.decoder import Decoder, shapes
 from worker.engine.models.registry import model_spec
 
 
@@ -131,3 +133,95 @@ def test_illada_with_layer_norms_is_refused(tmp_path: Path) -> None:
     config = config_of(checkpoints.illada(tmp_path, tokenizer=False))
     with pytest.raises(ModelLoadError, match="layer_norm_eps"):
         model_spec(config | {"layer_norm_eps": 1e-5})
+
+
+QWEN = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "eos_token_id": 151643}
+PUBLISHED = {
+    "LLaDA-8B-Instruct": (
+        {
+            "architectures": ["LLaDAModelLM"],
+            "d_model": 4096,
+            "n_heads": 32,
+            "n_kv_heads": 32,
+            "n_layers": 32,
+            "mlp_hidden_size": 12288,
+            "vocab_size": 126464,
+            "embedding_size": 126464,
+            "max_sequence_length": 4096,
+            "rope_theta": 500000.0,
+            "rms_norm_eps": 1e-5,
+            "weight_tying": False,
+            "mask_token_id": 126336,
+            "eos_token_id": 126081,
+        },
+        291,
+        8_015_581_184,  # six shards of 16 GB in bfloat16
+    ),
+    "DiffuCoder-7B-Instruct": (
+        {
+            **QWEN,
+            "architectures": ["DreamModel"],
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "vocab_size": 152064,
+            "max_position_embeddings": 131072,
+            "tie_word_embeddings": False,
+            "mask_token_id": 151666,
+        },
+        339,
+        15_231_233_024 // 2,  # the bytes in bfloat16 of Fast-dLLM v2 7B, which has the shapes of the same Qwen2.5-7B
+    ),
+    "Qwen3-0.6B-diffusion-mdlm-v0.1": (
+        {
+            **QWEN,
+            "architectures": ["A2DQwen3LMHeadModel"],
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 151936,
+            "max_position_embeddings": 40960,
+            "tie_word_embeddings": True,
+        },
+        310,
+        596_049_920,  # Qwen3-0.6B
+    ),
+    "iLLaDA-8B-Instruct": (
+        {
+            "architectures": ["ILLaDAForCausalLM"],
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 155136,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 8192,
+            "tie_word_embeddings": True,
+        },
+        290,
+        7_615_025_152,  # published as 7.62 B
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_real_configurations_have_the_published_totals(name: str) -> None:
+    config, tensors, parameters = PUBLISHED[name]
+    spec = model_spec(config)
+    wanted = shapes(spec.decoder)
+    assert len({spec.tensor_name(ours) for ours in wanted}) == len(wanted) == tensors
+    assert sum(math.prod(shape) for shape in wanted.values()) == parameters
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_real_configurations_can_be_built(name: str) -> None:
+    spec = model_spec(PUBLISHED[name][0])
+    wanted = shapes(spec.decoder)
+    decoder = Decoder(replace(spec.decoder, max_positions=8), lambda ours: torch.empty(wanted[ours], device="meta"))
+    assert decoder.head.shape == (spec.decoder.vocab_size, spec.decoder.hidden_size)
