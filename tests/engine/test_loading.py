@@ -214,6 +214,12 @@ def test_heads_that_do_not_divide_are_refused(llama: Path) -> None:
     assert "4 heads cannot share 3" in complaint(llama)
 
 
+@pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
+def test_a_scaled_rope_is_refused(llama: Path, field: str) -> None:
+    change_config(llama, **{field: {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10_000.0}})
+    assert "rope type 'yarn' is not supported" in complaint(llama)
+
+
 def test_a_folder_without_a_config_is_named(tmp_path: Path) -> None:
     assert f"no model at {tmp_path}" in complaint(tmp_path)
 
