@@ -35,7 +35,9 @@ class Settings(BaseSettings):
     redis_url: str | None = Field(
         None, description="redis://, rediss:// or unix:// address; without it a local server is started"
     )
-    model: str = Field("demo", description="a name under models/, or the path of a checkpoint folder")
+    model: str = Field(
+        "demo", description="a name under models/, the path of a checkpoint folder, or org/name on the hub"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="what is logged")
     log_prompts: bool = Field(False, description="write prompts and outputs into the logs too")
     log_max_mb: Count = Field(64, description="a log file is rotated at this size")

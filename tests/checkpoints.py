@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,20 @@ VOCABULARY = 259
 HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS = 64, 96, 2, 4, 2
 ROPE_THETA = 10_000.0
 NORM_EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What differs between the Llama-shaped models that others are made from."""
+
+    head_dim: int = HIDDEN // HEADS
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+
+LLAMA = Shape()
+QWEN2 = Shape(qkv_bias=True)
+QWEN3 = Shape(head_dim=24, qk_norm=True)  # heads * head_dim is not the hidden size, as published
 
 SPECIALS = {STOP: "<|end|>", MASK: "<|mask|>", TURN: "<|turn|>"}
 CHAT_TEMPLATE = (
@@ -85,7 +100,102 @@ def llada(
     return _write(folder, config, weights, tokenizer, chat_template)
 
 
-def random_weights(seed: int) -> dict[str, Tensor]:
+def dream(
+    folder: Path, *, seed: int = 0, tokenizer: bool = True, chat_template: bool = False, max_positions: int = 512
+) -> Path:
+    """Write a bidirectional model in Dream's layout (shifted, biases, untied head) to `folder`; returns it.
+
+    Its tokenizer is Qwen2's two files under a class name of its own.
+    """
+    config = {
+        "architectures": ["DreamModel"],
+        "auto_map": {"AutoConfig": "configuration_dream.DreamConfig", "AutoModel": "modeling_dream.DreamModel"},
+        "model_type": "Dream",
+        "mask_token_id": MASK,
+        "bos_token_id": STOP,
+        "eos_token_id": STOP,
+        "pad_token_id": STOP,
+        "hidden_act": "silu",
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "rms_norm_eps": NORM_EPS,
+        "rope_theta": ROPE_THETA,
+        "rope_scaling": None,
+        "max_position_embeddings": max_positions,
+        "tie_word_embeddings": False,
+        "use_cache": False,
+        "sliding_window": None,
+    }
+    _write(folder, config, random_weights(seed, QWEN2), False, False)
+    if tokenizer:
+        _write_dream_tokenizer(folder, chat_template)
+    return folder
+
+
+def a2d_qwen3(
+    folder: Path, *, seed: int = 0, tokenizer: bool = True, chat_template: bool = False, max_positions: int = 512
+) -> Path:
+    """Write a bidirectional model in A2D Qwen3's layout (norms of queries and keys, tied head); returns `folder`.
+
+    Published ones leave the mask id to the family; a vocabulary this small cannot hold it.
+    """
+    config = {
+        "architectures": ["A2DQwen3LMHeadModel"],
+        "model_type": "a2d-qwen3",
+        "mask_token_id": MASK,
+        "eos_token_id": STOP,
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": QWEN3.head_dim,
+        "rms_norm_eps": NORM_EPS,
+        "rope_parameters": {"rope_theta": ROPE_THETA, "rope_type": "default"},
+        "max_position_embeddings": max_positions,
+        "tie_word_embeddings": True,
+    }
+    weights = random_weights(seed, QWEN3)
+    del weights["lm_head.weight"]
+    return _write(folder, config, weights, tokenizer, chat_template)
+
+
+def illada(
+    folder: Path, *, seed: int = 0, tokenizer: bool = True, chat_template: bool = False, max_positions: int = 512
+) -> Path:
+    """Write a bidirectional model in iLLaDA's layout (tied head, stored as well) to `folder`; returns it."""
+    config = {
+        "architectures": ["ILLaDAForCausalLM"],
+        "model_type": "illada",
+        "mask_token_id": MASK,  # published ones leave it to the family, whose id is a byte here
+        "eos_token_id": STOP,
+        "hidden_act": "silu",
+        "layer_norm_eps": None,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "rms_norm_eps": NORM_EPS,
+        "rope_theta": ROPE_THETA,
+        "rope_scaling": None,
+        "max_position_embeddings": max_positions,
+        "tie_word_embeddings": True,
+    }
+    return _write(folder, config, random_weights(seed), tokenizer, chat_template)
+
+
+def random_weights(seed: int, shape: Shape = LLAMA) -> dict[str, Tensor]:
     """All weights under Llama's names, float32; the head is a copy of the embedding."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -95,7 +205,7 @@ def random_weights(seed: int) -> dict[str, Tensor]:
     def norm_weight() -> Tensor:
         return 1.0 + 0.1 * torch.randn(HIDDEN, generator=generator)
 
-    kv = KV_HEADS * HIDDEN // HEADS
+    q, kv = HEADS * shape.head_dim, KV_HEADS * shape.head_dim
     embedding = normal(VOCABULARY, HIDDEN, gain=6.0)
     embedding[STOP] *= 1.6  # so that answers of a few dozen tokens often reach it
     weights = {"model.embed_tokens.weight": embedding, "model.norm.weight": norm_weight()}
@@ -103,17 +213,32 @@ def random_weights(seed: int) -> dict[str, Tensor]:
         layer = {
             "input_layernorm": norm_weight(),
             "post_attention_layernorm": norm_weight(),
-            "self_attn.q_proj": normal(HIDDEN, HIDDEN, gain=2.5),
+            "self_attn.q_proj": normal(q, HIDDEN, gain=2.5),
             "self_attn.k_proj": normal(kv, HIDDEN, gain=2.5),
             "self_attn.v_proj": normal(kv, HIDDEN, gain=3.0),
-            "self_attn.o_proj": normal(HIDDEN, HIDDEN, gain=3.0),
+            "self_attn.o_proj": normal(HIDDEN, q, gain=3.0),
             "mlp.gate_proj": normal(INTERMEDIATE, HIDDEN),
             "mlp.up_proj": normal(INTERMEDIATE, HIDDEN),
             "mlp.down_proj": normal(HIDDEN, INTERMEDIATE, gain=4.0),
         }
         weights |= {f"model.layers.{number}.{part}.weight": weight for part, weight in layer.items()}
+        weights |= {f"model.layers.{number}.self_attn.{part}": w for part, w in _extras(seed, number, shape).items()}
     weights["lm_head.weight"] = embedding.clone()
     return weights
+
+
+def _extras(seed: int, number: int, shape: Shape) -> dict[str, Tensor]:
+    """A layer's weights that only some shapes have, drawn apart: the others stay what they are without them."""
+    generator = torch.Generator().manual_seed(1000 * seed + number + 1)
+    extras: dict[str, Tensor] = {}
+    if shape.qkv_bias:
+        lengths = {"q_proj": HEADS * shape.head_dim, "k_proj": KV_HEADS * shape.head_dim}
+        for part, length in (lengths | {"v_proj": lengths["k_proj"]}).items():
+            extras[f"{part}.bias"] = torch.randn(length, generator=generator)
+    if shape.qk_norm:
+        for part in ("q_norm", "k_norm"):  # sharp attention, but not so sharp that float32's rounding grows past 1e-4
+            extras[f"{part}.weight"] = 1.7 + 0.3 * torch.randn(shape.head_dim, generator=generator)
+    return extras
 
 
 def _llada_name(name: str) -> str:
@@ -149,13 +274,46 @@ def _write(
 
 def _write_tokenizer(folder: Path, chat_template: bool) -> None:
     """One token per byte, and the special tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
+    made = Tokenizer(BPE(vocab=_bytes(), merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([AddedToken(SPECIALS[number], special=True) for number in sorted(SPECIALS)])
     made.save(str(folder / "tokenizer.json"))
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SPECIALS[STOP]}
+    _write_tokenizer_config(folder, settings, chat_template)
+
+
+def _write_dream_tokenizer(folder: Path, chat_template: bool) -> None:
+    (folder / "vocab.json").write_text(json.dumps(_bytes()), encoding="utf-8")
+    (folder / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
+    settings: dict[str, Any] = {
+        "tokenizer_class": "DreamTokenizer",
+        "auto_map": {"AutoTokenizer": ["tokenization_dream.DreamTokenizer", None]},
+        "added_tokens_decoder": {
+            str(number): {
+                "content": text,
+                "lstrip": False,
+                "normalized": False,
+                "rstrip": False,
+                "single_word": False,
+                "special": True,
+            }
+            for number, text in SPECIALS.items()
+        },
+        "bos_token": SPECIALS[STOP],
+        "eos_token": SPECIALS[STOP],
+        "mask_token": SPECIALS[MASK],
+        "pad_token": SPECIALS[STOP],
+        "unk_token": SPECIALS[STOP],
+    }
+    _write_tokenizer_config(folder, settings, chat_template)
+
+
+def _bytes() -> dict[str, int]:
+    return {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+
+
+def _write_tokenizer_config(folder: Path, settings: dict[str, Any], chat_template: bool) -> None:
     if chat_template:
         settings["chat_template"] = CHAT_TEMPLATE
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")

@@ -12,6 +12,7 @@ import yaml
 from contract.jobs import REMEDIES
 from contract.sampling import SamplingParams
 from contract.settings import ProducerSettings, Settings, WorkerSettings
+from worker.engine.models.registry import FAMILIES
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -54,3 +55,14 @@ def test_every_module_is_in_the_readmes_tree_and_every_link_leads_somewhere() ->
             assert re.search(rf"^  {re.escape(module.name)} ", README, flags=re.MULTILINE), module
     for link in re.findall(r"\]\(([^)#:]+)\)", README):
         assert (ROOT / link).exists(), link
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "docs").glob("*.md")), ids=lambda file: file.name)
+def test_every_link_of_the_other_documents_leads_somewhere(file: Path) -> None:
+    for link in re.findall(r"\]\(([^)#:]+)\)", file.read_text(encoding="utf-8")):
+        assert (file.parent / link).exists(), link
+
+
+def test_the_readme_lists_every_family() -> None:
+    for architecture in FAMILIES:
+        assert f"| `{architecture}` |" in README

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import sys
 import zlib
@@ -18,6 +19,10 @@ from contract.sampling import SamplingParams
 from contract.settings import WorkerSettings
 from worker.engine import Engine, Finished, Loaded, Request, load
 from worker.tokenizing import Tokenizer
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
+"""What is fetched of a hub's repository: neither code nor pickles."""
 
 
 @dataclass(frozen=True)
@@ -72,20 +77,38 @@ class Model:
 
 
 def model_folder(folders: Folders, model: str) -> Path:
-    """`models/NAME` under the root when that exists, else `model` as a path."""
+    """`models/NAME` under the root when that exists, else `model` as a path, else as the hub's `org/name`."""
     for folder in (folders.models / model, Path(model)):
         if folder.is_dir():
             return folder
+    missing = f"no model '{model}': neither {folders.models / model} nor {model} is a folder"
+    if HUB_ID.fullmatch(model):
+        return _from_hub(model, missing)
     hint = " (`make demo` builds it)" if model == "demo" else ""
-    raise ModelLoadError(f"no model '{model}': neither {folders.models / model} nor {model} is a folder{hint}")
+    raise ModelLoadError(f"{missing}{hint}")
+
+
+def _from_hub(model: str, missing: str) -> Path:
+    """The hub's snapshot in the local cache, downloaded where it is not there yet."""
+    # Imported here: needed for hub ids only.
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=list(HUB_FILES)))
+    except Exception as error:  # of several libraries: the connection, the hub's answer, the cache
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ModelLoadError(f"{missing}, and the hub does not give it: {reason}") from error
 
 
 def open_model(settings: WorkerSettings) -> Model:
     """Load the model that the settings name. Raises ModelLoadError saying what does not fit."""
     folder = model_folder(settings.folders, settings.model)
     loaded = load(folder, settings.device, settings.dtype, settings.threads)
-    tokenizer = Tokenizer(folder, loaded.spec.decoder.vocab_size, settings.prompt_format)
-    engine = Engine(loaded.spec, loaded.decoder, settings.max_rows, settings.max_step_tokens, settings.prefix_cache_mb)
+    spec = loaded.spec
+    tokenizer = Tokenizer(
+        folder, spec.decoder.vocab_size, settings.prompt_format, spec.tokenizer_class, spec.template_values
+    )
+    engine = Engine(spec, loaded.decoder, settings.max_rows, settings.max_step_tokens, settings.prefix_cache_mb)
     return Model(settings.queue_model, engine, tokenizer, loaded)
 
 

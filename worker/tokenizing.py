@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,15 +18,24 @@ class Tokenizer:
     """A checkpoint's tokenizer.
 
     A `prompt` becomes one user turn when the model has a chat template and `prompt_format` is `chat`; `messages`
-    always go through the template.
+    always go through the template, which sees `template_values` too. `class_name` is transformers' class for a
+    checkpoint that names one of its own.
     """
 
-    def __init__(self, folder: Path, vocab_size: int, prompt_format: PromptFormat = "chat") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        vocab_size: int,
+        prompt_format: PromptFormat = "chat",
+        class_name: str | None = None,
+        template_values: Mapping[str, Any] | None = None,
+    ) -> None:
         # Imported here: transformers takes seconds to import, and `worker --help` should not.
-        from transformers import AutoTokenizer
+        import transformers
 
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        kind = getattr(transformers, class_name or "AutoTokenizer")
+        try:  # unless told not to, transformers asks at the terminal whether to run the checkpoint's code
+            self._tokenizer: Any = kind.from_pretrained(folder, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise ModelLoadError(f"{folder}: no usable tokenizer: {' '.join(str(error).split())}") from None
         if len(self._tokenizer) > vocab_size:
@@ -34,6 +43,7 @@ class Tokenizer:
                 f"{folder}: the tokenizer knows {len(self._tokenizer)} tokens, the model only {vocab_size}; "
                 "they do not belong together"
             )
+        self._template_values = dict(template_values or {})
         self._wrap = prompt_format == "chat" and self._tokenizer.chat_template is not None
 
     def encode(self, prompt: str | None, messages: Sequence[Message] | None) -> tuple[int, ...]:
@@ -61,7 +71,9 @@ class Tokenizer:
             raise BadPrompt("empty_prompt", "the conversation has no messages")
         # The template writes its own special tokens; adding them again would double the first one.
         try:
-            text = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+            text = self._tokenizer.apply_chat_template(
+                turns, tokenize=False, add_generation_prompt=True, **self._template_values
+            )
         except TemplateError as error:  # templates refuse what they cannot write: a second system turn, say
             raise BadPrompt("bad_row", f"the model's chat template refuses the messages: {error}") from None
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -1,7 +1,7 @@
 """A plain, slow sampler of both attention kinds, to hold the engine against.
 
-One prompt, no cache: every step recomputes the whole canvas through transformers' Llama under an explicit mask, and
-every rule is a few lines over lists. It shares no code with the engine.
+One prompt, no cache: every step recomputes the whole canvas through transformers' Llama, Qwen2 or Qwen3 under an
+explicit mask, and every rule is a few lines over lists. It shares no code with the engine.
 """
 
 from __future__ import annotations
@@ -10,12 +10,26 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from tests import checkpoints
+
+CLASSES: dict[checkpoints.Shape, Any] = {
+    checkpoints.LLAMA: (LlamaConfig, LlamaForCausalLM),
+    checkpoints.QWEN2: (Qwen2Config, Qwen2ForCausalLM),
+    checkpoints.QWEN3: (Qwen3Config, Qwen3ForCausalLM),
+}
 
 
 @dataclass(frozen=True)
@@ -68,24 +82,38 @@ class Snapshot:
 
 
 class Reference:
-    """The weights of `checkpoints` under one seed, computed by transformers."""
+    """The weights of `checkpoints` under one seed, computed by transformers. `shift`: position p is read at p - shift.
 
-    def __init__(self, *, tied: bool, seed: int = 0, max_positions: int = 512) -> None:
-        config = LlamaConfig(
+    The causal answers are always shifted by one.
+    """
+
+    def __init__(
+        self,
+        *,
+        tied: bool,
+        seed: int = 0,
+        max_positions: int = 512,
+        shape: checkpoints.Shape = checkpoints.LLAMA,
+        shift: int = 0,
+    ) -> None:
+        make_config, make_model = CLASSES[shape]
+        config = make_config(
             vocab_size=checkpoints.VOCABULARY,
             hidden_size=checkpoints.HIDDEN,
             intermediate_size=checkpoints.INTERMEDIATE,
             num_hidden_layers=checkpoints.LAYERS,
             num_attention_heads=checkpoints.HEADS,
             num_key_value_heads=checkpoints.KV_HEADS,
+            head_dim=shape.head_dim,
             rms_norm_eps=checkpoints.NORM_EPS,
             rope_parameters={"rope_theta": checkpoints.ROPE_THETA, "rope_type": "default"},
             max_position_embeddings=max_positions,
             tie_word_embeddings=tied,
             attn_implementation="eager",
         )
-        self._model = LlamaForCausalLM(config).eval()
-        self._model.load_state_dict(checkpoints.random_weights(seed))
+        self._model = make_model(config).eval()
+        self._model.load_state_dict(checkpoints.random_weights(seed, shape))
+        self.shift = shift
 
     def logits(self, tokens: list[int], positions: list[int], visible: Tensor) -> Tensor:
         """(T, V) float32 for `tokens` at `positions`; `visible` (T, T) bool says which query sees which key."""
@@ -194,11 +222,11 @@ class Reference:
                     logits, history = self.full_logits(canvas), []
                     first, stop = 0, len(canvas)
                 else:
-                    first = start - recipe.block_length if number == 0 else start
+                    first = start - (recipe.block_length if number == 0 else self.shift)
                     logits = self.frozen_logits(history, canvas, first, stop)
                 history.append(Snapshot(first, tuple(canvas[first:stop]), len(canvas)))
                 where = candidates(canvas, start, start, min(end, len(canvas)), recipe)
-                diary.guesses.append([guess(logits[p], p, canvas[p]) for p in where])
+                diary.guesses.append([guess(logits[p - self.shift], p, canvas[p]) for p in where])
                 step(canvas, diary, recipe, quota)
                 steps += 1
                 if cache != "none" and recipe.rule != "joint_threshold" and checkpoints.STOP in canvas[start:end]:

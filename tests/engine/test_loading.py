@@ -140,6 +140,19 @@ def test_a_folder_without_weights_is_named(llama: Path) -> None:
     assert complaint(llama) == f"{llama}: no *.safetensors file"
 
 
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth", "model.ckpt"])
+def test_pickled_weights_are_named_and_not_read(llama: Path, name: str) -> None:
+    (llama / WEIGHTS).rename(llama / name)
+    assert complaint(llama).endswith(f"{name} may run code when read: convert the weights to safetensors")
+
+
+def test_pickled_shards_are_counted(llama: Path) -> None:
+    (llama / WEIGHTS).unlink()
+    for number in (1, 2, 3):
+        (llama / f"pytorch_model-{number:05}-of-00003.bin").touch()
+    assert "pytorch_model-00001-of-00003.bin and 2 more may run code" in complaint(llama)
+
+
 def test_a_torn_weight_file_is_named(llama: Path) -> None:
     whole = (llama / WEIGHTS).read_bytes()
     (llama / WEIGHTS).write_bytes(whole[: len(whole) // 2])
@@ -199,6 +212,12 @@ def test_several_stop_tokens_are_taken(llama: Path) -> None:
 def test_heads_that_do_not_divide_are_refused(llama: Path) -> None:
     change_config(llama, num_key_value_heads=3)
     assert "4 heads cannot share 3" in complaint(llama)
+
+
+@pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
+def test_a_scaled_rope_is_refused(llama: Path, field: str) -> None:
+    change_config(llama, **{field: {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10_000.0}})
+    assert "rope type 'yarn' is not supported" in complaint(llama)
 
 
 def test_a_folder_without_a_config_is_named(tmp_path: Path) -> None:

@@ -17,6 +17,10 @@ class BidirectionalRow(Row):
     as it was stored. With `cache_refresh` n only every n-th block computes the whole canvas; the others begin with
     the block before them, whose last tokens came after its keys and values. With a cache the canvas ends at the first
     stop token that was decided.
+
+    Where the model is shifted, position p is read at p - 1. What is computed from the block on then begins one position
+    earlier, so that the block's first slot too is read from a position of the same step (and of the newest block),
+    never from one remembered. A prompt has at least one token: there is always a position before the block.
     """
 
     KIND: ClassVar[str] = "bidirectional"
@@ -33,7 +37,7 @@ class BidirectionalRow(Row):
 
     def span(self, budget: int) -> Span:
         start, end = self._bounds()
-        targets = self._targets(self.block_start, self._block_limit(), read_from=start)
+        targets = self._targets(self.block_start, self._block_limit(), read_from=start + self.spec.shift)
         visible = [len(self.canvas)] * (end - start)
         return Span(start, self.canvas[start:end], visible, targets, end - start, fresh=end - start)
 
@@ -59,7 +63,7 @@ class BidirectionalRow(Row):
         refreshing = self._block_step == 0 and block % self.plan.cache_refresh == 0
         if self.plan.cache == "none" or refreshing:
             return 0, len(self.canvas)
-        start = self.block_start - (self.plan.block_length if self._block_step == 0 else 0)
+        start = self.block_start - (self.plan.block_length if self._block_step == 0 else self.spec.shift)
         return start, self._block_limit() if self.plan.cache == "dual" else len(self.canvas)
 
     def _block_limit(self) -> int:

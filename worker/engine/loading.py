@@ -24,6 +24,8 @@ from worker.engine.models.spec import ModelSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -119,11 +121,20 @@ def _weight_files(folder: Path) -> list[Path]:
     else:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ModelLoadError(f"{folder}: no *.safetensors file")
+        raise ModelLoadError(f"{folder}: no *.safetensors file{_pickles(folder)}")
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise ModelLoadError(f"{folder}: {', '.join(missing)} missing")
     return files
+
+
+def _pickles(folder: Path) -> str:
+    """Unpickling runs whatever code a file holds, so such weights are named and left alone."""
+    names = sorted(file.name for ending in PICKLES for file in folder.glob(f"*{ending}"))
+    if not names:
+        return ""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"; {names[0]}{more} may run code when read: convert the weights to safetensors"
 
 
 def _compare(

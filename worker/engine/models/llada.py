@@ -37,7 +37,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         attention="bidirectional",
         shift=False,
         mask_id=config.get("mask_token_id") or MASK_ID,
-        stop_ids=stop_ids(config) | ({END_OF_TURN} if config["vocab_size"] > END_OF_TURN else set()),
+        stop_ids=stop_ids(config, END_OF_TURN),
         block_length=32,
         rule="threshold",
         threshold=0.9,

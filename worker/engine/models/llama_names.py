@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from contract.errors import ModelLoadError
 from worker.engine.models.spec import DecoderConfig
 
 _IN_LAYER = {
@@ -36,6 +37,7 @@ def llama_name(name: str) -> str:
 def llama_decoder(config: dict[str, Any]) -> DecoderConfig:
     """Decoder shapes from Llama's config fields, as transformers writes them (before and after version 5)."""
     rope = config.get("rope_parameters") or {}
+    _refuse_scaled_rope(rope | (config.get("rope_scaling") or {}))
     heads = config["num_attention_heads"]
     return DecoderConfig(
         vocab_size=config["vocab_size"],
@@ -52,7 +54,14 @@ def llama_decoder(config: dict[str, Any]) -> DecoderConfig:
     )
 
 
-def stop_ids(config: dict[str, Any]) -> frozenset[int]:
-    """The ids that end a text: `eos_token_id`, one or several."""
+def _refuse_scaled_rope(rope: dict[str, Any]) -> None:
+    """Without its scaling such a model would run and answer worse, and nobody would know why."""
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind != "default":
+        raise ModelLoadError(f"config.json: rope type '{kind}' is not supported; only 'default' is")
+
+
+def stop_ids(config: dict[str, Any], *more: int) -> frozenset[int]:
+    """The ids that end a text: `eos_token_id`, one or several, and those of `more` that the vocabulary holds."""
     ids = config["eos_token_id"]
-    return frozenset(ids if isinstance(ids, list) else [ids])
+    return frozenset(ids if isinstance(ids, list) else [ids]) | {one for one in more if one < config["vocab_size"]}

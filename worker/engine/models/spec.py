@@ -6,9 +6,9 @@ engine looks at configuration files.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from contract.sampling import Commit, Rule
 
@@ -41,6 +41,8 @@ class ModelSpec:
     attention: `causal_context` sees finished text causally and the active block in both directions;
     `bidirectional` sees the whole canvas. shift: the prediction for position i is read at i - 1.
     commit: whether a finished block is written by a forward of its own, or by the next block's first denoise step.
+    tokenizer_class: transformers' class for checkpoints whose tokenizer names a class of their own.
+    template_values: what the chat template is given beside the messages.
     tensor_name: our name of a weight (`layers.0.q`, `embed`, `head` …) to the published one.
     """
 
@@ -55,3 +57,5 @@ class ModelSpec:
     threshold: float
     tensor_name: Callable[[str], str]
     commit: Commit = "separate"
+    tokenizer_class: str | None = None
+    template_values: Mapping[str, Any] = field(default_factory=dict, hash=False)

@@ -1,0 +1,160 @@
+"""A model is found by name, path or hub id; its tokenizer fits it; nothing that lies in its folder is ever run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub.utils import filter_repo_objects
+
+from contract.errors import ModelLoadError
+from contract.jobs import Message
+from contract.paths import Folders
+from contract.sampling import SamplingParams
+from contract.settings import WorkerSettings
+from tests import checkpoints
+from worker.model import Model, model_folder, open_model
+from worker.tokenizing import Tokenizer
+
+Write = Callable[..., Path]
+FAMILIES = [checkpoints.llama_block, checkpoints.llada, checkpoints.illada, checkpoints.dream, checkpoints.a2d_qwen3]
+MODULES = ("configuration_trap.py", "modeling_trap.py", "tokenization_trap.py", "__init__.py", "setup.py")
+
+
+def opened(folder: Path) -> Model:
+    return open_model(WorkerSettings(root=folder, model=str(folder), device="cpu", dtype="float32"))
+
+
+def answer(model: Model) -> str:
+    turn = (Message(role="user", content="Why?"),)
+    model.engine.add(model.request("r", None, turn, SamplingParams(max_new_tokens=8)))
+    while not (finished := model.engine.step()):
+        pass
+    assert finished[0].error is None
+    return model.tokenizer.decode(finished[0].token_ids)
+
+
+def change(file: Path, **values: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def trap(folder: Path) -> Path:
+    """Modules that leave a file behind when they are run, named wherever a checkpoint can name code; that file."""
+    marker = folder / "ran"
+    for name in MODULES:
+        (folder / name).write_text(f"open({str(marker)!r}, 'w').close()\nraise SystemExit('ran')\n")
+    names = {"AutoConfig": "configuration_trap.Config"}
+    names |= dict.fromkeys(("AutoModel", "AutoModelForCausalLM", "AutoModelForMaskedLM"), "modeling_trap.Model")
+    change(folder / "config.json", auto_map=names)
+    tokenizers = ["tokenization_trap.Slow", "tokenization_trap.Fast"]
+    settings = folder / "tokenizer_config.json"
+    if "auto_map" in json.loads(settings.read_text()):
+        change(settings, auto_map={"AutoTokenizer": tokenizers})
+    return marker
+
+
+@pytest.mark.parametrize("write", FAMILIES)
+def test_code_in_a_checkpoint_is_never_run(tmp_path: Path, write: Write) -> None:
+    folder = write(tmp_path, chat_template=True)
+    marker = trap(folder)
+    assert isinstance(answer(opened(folder)), str)
+    assert not marker.exists()
+    assert not any(name.startswith("transformers_modules") for name in sys.modules)
+
+
+def test_a_tokenizer_that_needs_code_of_its_own_is_refused(tmp_path: Path) -> None:
+    """And nobody is asked at the terminal."""
+    folder = checkpoints.llada(tmp_path)
+    marker = trap(folder)
+    names = ["tokenization_trap.Slow", "tokenization_trap.Fast"]
+    change(folder / "tokenizer_config.json", tokenizer_class="TrapTokenizer", auto_map={"AutoTokenizer": names})
+    with pytest.raises(ModelLoadError, match="no usable tokenizer"):
+        opened(folder)
+    assert not marker.exists()
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path: Path) -> None:
+    folder = checkpoints.llada(tmp_path)
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    last = tokenizer["added_tokens"][-1]
+    tokenizer["added_tokens"].append(last | {"id": last["id"] + 1, "content": "<|one more|>"})
+    file.write_text(json.dumps(tokenizer))
+    with pytest.raises(ModelLoadError, match=r"the tokenizer knows 260 tokens, the model only 259"):
+        opened(folder)
+
+
+def test_dreams_tokenizer_reads_special_tokens_and_every_byte(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(checkpoints.dream(tmp_path), checkpoints.VOCABULARY, "raw", "Qwen2Tokenizer")
+    text = "Wärme 7 ≠ heat\n"
+    ids = tokenizer.encode(text + "<|mask|><|end|>", None)
+    assert ids[-2:] == (checkpoints.MASK, checkpoints.STOP)
+    assert len(ids) == len(text.encode()) + 2
+    assert tokenizer.decode(ids) == text
+
+
+def test_the_chat_template_is_given_the_familys_values(tmp_path: Path) -> None:
+    folder = checkpoints.a2d_qwen3(tmp_path, chat_template=True)
+    template = checkpoints.CHAT_TEMPLATE + "{% if enable_thinking is false %}<think></think>{% endif %}"
+    change(folder / "tokenizer_config.json", chat_template=template)
+    request = opened(folder).request("r", "Why?", None, SamplingParams())
+    assert Tokenizer(folder, checkpoints.VOCABULARY).decode(request.prompt_ids).endswith("<think></think>")
+
+
+def test_a_name_under_models_comes_before_a_path_and_the_hub(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in (folders.models / "org/name", folders.root / "org/name"):
+        folder.mkdir(parents=True)
+    monkeypatch.chdir(folders.root)
+    assert model_folder(folders, "org/name") == folders.models / "org/name"
+    (folders.models / "org/name").rmdir()
+    assert model_folder(folders, "org/name") == Path("org/name")
+
+
+def test_a_hub_id_is_fetched_without_code_and_pickles(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    published = {
+        "model-00001-of-00002.safetensors": True,
+        "model.safetensors.index.json": True,
+        "config.json": True,
+        "tokenizer.json": True,
+        "tokenizer_config.json": True,
+        "vocab.json": True,
+        "merges.txt": True,
+        "chat_template.jinja": True,
+        "modeling_dream.py": False,
+        "pytorch_model.bin": False,
+        "README.md": False,
+    }
+    fetched: list[str] = []
+
+    def snapshot_download(repo_id: str, allow_patterns: list[str]) -> str:
+        assert repo_id == "Dream-org/Dream-v0-Instruct-7B"
+        fetched.extend(filter_repo_objects(published, allow_patterns=allow_patterns))
+        return "/cache/snapshot"
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert model_folder(folders, "Dream-org/Dream-v0-Instruct-7B") == Path("/cache/snapshot")
+    assert set(fetched) == {name for name, wanted in published.items() if wanted}
+
+
+def test_a_hub_id_without_a_connection_says_so(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelLoadError) as caught:
+        model_folder(folders, "no-such-org/no-such-model")
+    said = str(caught.value)
+    assert said.startswith("no model 'no-such-org/no-such-model': neither ")
+    assert "the hub does not give it: " in said
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize("model", ["nowhere", "/no/such/folder", "../no/such", "a/b/c", "./a"])
+def test_what_cannot_be_a_hub_id_is_not_asked_for(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
+    with pytest.raises(ModelLoadError, match="is a folder"):
+        model_folder(folders, model)

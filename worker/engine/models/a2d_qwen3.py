@@ -1,0 +1,37 @@
+"""Qwen3 turned to a bidirectional masked model by dLLM's recipe "A2D", its `mdlm` variant.
+
+Published with dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1: Qwen3's names and fields (per-head norms of queries and keys,
+no biases, tied head), no mask id and no block length. The mask is the first id after Qwen3's own tokens, which the
+recipe adds to the tokenizer without growing the embedding. Not shifted. The models were trained without thinking.
+
+The `bd3lm` variant (blocks after a causal context) has the same `config.json`; only its name tells it apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from worker.engine.models.llama_names import llama_decoder, llama_name, stop_ids
+from worker.engine.models.spec import ModelSpec
+
+ARCHITECTURES = ("A2DQwen3LMHeadModel",)
+MASK_ID = 151669
+END_OF_TEXT, END_OF_TURN = 151643, 151645
+
+
+def spec(config: dict[str, Any]) -> ModelSpec:
+    """The family facts of a checkpoint whose `config.json` is `config`."""
+    return ModelSpec(
+        family="a2d_qwen3",
+        decoder=replace(llama_decoder(config), qk_norm=True),
+        attention="bidirectional",
+        shift=False,
+        mask_id=config.get("mask_token_id") or MASK_ID,
+        stop_ids=stop_ids(config, END_OF_TEXT, END_OF_TURN),
+        block_length=32,
+        rule="threshold",
+        threshold=0.9,
+        tensor_name=llama_name,
+        template_values={"enable_thinking": False},
+    )
