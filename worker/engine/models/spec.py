@@ -12,7 +12,7 @@ from typing import Literal
 
 from contract.sampling import Commit, Rule
 
-Attention = Literal["causal_context", "bidirectional"]
+Attention = Literal["causal_context", "block_causal", "bidirectional"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class ModelSpec:
     """A checkpoint's family facts.
 
     attention: `causal_context` sees finished text causally and the active block in both directions;
+    `block_causal` sees earlier blocks, and its own in both directions, on a grid from position 0;
     `bidirectional` sees the whole canvas. shift: the prediction for position i is read at i - 1.
     commit: whether a finished block is written by a forward of its own, or by the next block's first denoise step.
     tensor_name: our name of a weight (`layers.0.q`, `embed`, `head` …) to the published one.
