@@ -20,6 +20,7 @@ from torch import Tensor
 STOP, MASK, TURN = 256, 257, 258  # ids 0 … 255 are the bytes
 VOCABULARY = 259
 HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS = 64, 96, 2, 4, 2
+WIDE_HEAD = 24  # of models whose heads together are wider than the residual stream
 ROPE_THETA = 10_000.0
 NORM_EPS = 1e-5
 
@@ -85,7 +86,51 @@ def llada(
     return _write(folder, config, weights, tokenizer, chat_template)
 
 
-def random_weights(seed: int) -> dict[str, Tensor]:
+def sdar(
+    folder: Path, *, seed: int = 0, tokenizer: bool = True, chat_template: bool = False, max_positions: int = 512
+) -> Path:
+    """Write a block-causal model in SDAR's layout (Qwen3's, untied head, heads wider than the model) to `folder`.
+
+    The mask id, which published configs leave out, is named as SDAR's training copy names it: the family's own is
+    beyond this vocabulary.
+    """
+    config = {
+        "architectures": ["SDARForCausalLM"],
+        "model_type": "sdar",
+        "mask_token_id": MASK,
+        "bos_token_id": STOP,
+        "eos_token_id": STOP,
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": WIDE_HEAD,
+        "rms_norm_eps": NORM_EPS,
+        "rope_theta": ROPE_THETA,
+        "rope_scaling": None,
+        "max_position_embeddings": max_positions,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+    }
+    return _write(folder, config, qwen3_weights(seed), tokenizer, chat_template)
+
+
+def qwen3_weights(seed: int) -> dict[str, Tensor]:
+    """All weights under Qwen3's names: heads of `WIDE_HEAD`, each query and key normed."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = random_weights(seed, WIDE_HEAD)
+    for number in range(LAYERS):
+        for norm in ("q_norm", "k_norm"):
+            # Normed queries and keys have lost their gain; the weight of the norm brings some of it back.
+            weight = 1.6 + 0.16 * torch.randn(WIDE_HEAD, generator=generator)
+            weights[f"model.layers.{number}.self_attn.{norm}.weight"] = weight
+    return weights
+
+
+def random_weights(seed: int, head_dim: int = HIDDEN // HEADS) -> dict[str, Tensor]:
     """All weights under Llama's names, float32; the head is a copy of the embedding."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -95,7 +140,7 @@ def random_weights(seed: int) -> dict[str, Tensor]:
     def norm_weight() -> Tensor:
         return 1.0 + 0.1 * torch.randn(HIDDEN, generator=generator)
 
-    kv = KV_HEADS * HIDDEN // HEADS
+    q, kv = HEADS * head_dim, KV_HEADS * head_dim
     embedding = normal(VOCABULARY, HIDDEN, gain=6.0)
     embedding[STOP] *= 1.6  # so that answers of a few dozen tokens often reach it
     weights = {"model.embed_tokens.weight": embedding, "model.norm.weight": norm_weight()}
@@ -103,10 +148,10 @@ def random_weights(seed: int) -> dict[str, Tensor]:
         layer = {
             "input_layernorm": norm_weight(),
             "post_attention_layernorm": norm_weight(),
-            "self_attn.q_proj": normal(HIDDEN, HIDDEN, gain=2.5),
+            "self_attn.q_proj": normal(q, HIDDEN, gain=2.5),
             "self_attn.k_proj": normal(kv, HIDDEN, gain=2.5),
             "self_attn.v_proj": normal(kv, HIDDEN, gain=3.0),
-            "self_attn.o_proj": normal(HIDDEN, HIDDEN, gain=3.0),
+            "self_attn.o_proj": normal(HIDDEN, q, gain=3.0),
             "mlp.gate_proj": normal(INTERMEDIATE, HIDDEN),
             "mlp.up_proj": normal(INTERMEDIATE, HIDDEN),
             "mlp.down_proj": normal(HIDDEN, INTERMEDIATE, gain=4.0),

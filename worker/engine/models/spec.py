@@ -13,6 +13,8 @@ from typing import Literal
 from contract.sampling import Commit, Rule
 
 Attention = Literal["causal_context", "block_causal", "bidirectional"]
+NAME = "_name_or_path"
+"""The field in which the loader hands a family the checkpoint's name: some facts are published nowhere else."""
 
 
 @dataclass(frozen=True)
