@@ -1,7 +1,8 @@
-"""SDAR's facts from published configurations."""
+"""SDAR's facts from published configurations, by shapes alone."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from tests import checkpoints
 from worker.engine import load
 from worker.engine.loading import checkpoint_name
+from worker.engine.models.decoder import shapes
 from worker.engine.models.registry import model_spec
 from worker.engine.models.spec import NAME
 
@@ -42,6 +44,12 @@ SDAR_4B: dict[str, Any] = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
+
+
+def test_sdar_4b_has_the_published_number_of_tensors_and_bytes() -> None:
+    table = shapes(model_spec(SDAR_4B).decoder)
+    assert len(table) == 399
+    assert 2 * sum(math.prod(shape) for shape in table.values()) == 8_822_848_512  # bfloat16
 
 
 def test_what_the_config_leaves_out_is_the_familys() -> None:
