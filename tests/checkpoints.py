@@ -118,6 +118,46 @@ def sdar(
     return _write(folder, config, qwen3_weights(seed), tokenizer, chat_template)
 
 
+def fast_dllm_v2(
+    folder: Path, *, seed: int = 0, tokenizer: bool = True, chat_template: bool = False, max_positions: int = 512
+) -> Path:
+    """Write a shifted block-causal model in Fast-dLLM v2's layout (Qwen2's, blocks of 32) to `folder`.
+
+    The mask id is named for the same reason as `sdar`'s.
+    """
+    config = {
+        "architectures": ["Fast_dLLM_QwenForCausalLM"],
+        "model_type": "Fast_dLLM_Qwen",
+        "mask_token_id": MASK,
+        "bd_size": 32,
+        "bos_token_id": STOP,
+        "eos_token_id": STOP,
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "rms_norm_eps": NORM_EPS,
+        "rope_theta": ROPE_THETA,
+        "rope_scaling": None,
+        "max_position_embeddings": max_positions,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+    }
+    return _write(folder, config, qwen2_weights(seed), tokenizer, chat_template)
+
+
+def qwen2_weights(seed: int) -> dict[str, Tensor]:
+    """All weights under Qwen2's names: biases on queries, keys and values."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = random_weights(seed)
+    for name in [name for name in weights if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))]:
+        bias = 0.1 * torch.randn(weights[name].shape[0], generator=generator)
+        weights[name.removesuffix("weight") + "bias"] = bias
+    return weights
+
+
 def qwen3_weights(seed: int) -> dict[str, Tensor]:
     """All weights under Qwen3's names: heads of `WIDE_HEAD`, each query and key normed."""
     generator = torch.Generator().manual_seed(seed)

@@ -18,6 +18,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -250,6 +252,15 @@ class Reference:
             if ended(canvas, len(prompt), limit):
                 break
         return Answer(cut(canvas, len(prompt), limit), steps)
+
+
+class Qwen2Reference(Reference):
+    """The same with `checkpoints.qwen2_weights`, computed by transformers' Qwen2."""
+
+    def __init__(self, *, seed: int = 0, max_positions: int = 512) -> None:
+        shapes = dict(SHAPES, max_position_embeddings=max_positions)
+        self._model = Qwen2ForCausalLM(Qwen2Config(**shapes, tie_word_embeddings=False)).eval()
+        self._model.load_state_dict(checkpoints.qwen2_weights(seed))
 
 
 class Qwen3Reference(Reference):

@@ -12,7 +12,7 @@ from tests.engine.running import drain, engine_of, prompt, request, run
 from worker.engine import Engine, Loaded
 from worker.engine.admission import admit
 from worker.engine.prefixes import CHUNK
-from worker.engine.request import Span
+from worker.engine.request import Span, Target
 from worker.engine.sequence import Row, State
 
 CONTEXT = 512
@@ -68,6 +68,39 @@ def test_a_fused_commit_opens_the_next_block(block_causal: Loaded) -> None:
     accept_all(one, one.span(1000))
     finished = one.finished()
     assert (finished.steps, finished.forwards, finished.positions) == (3, 3, 12 + 8 + 8)
+
+
+def test_a_shifted_block_is_opened_by_what_stands_before_it(shifted: Loaded) -> None:
+    one = row(shifted, 8, max_new_tokens=8)
+    assert one.plan.commit == "separate"
+    opening = one.span(1000)
+    assert parts(opening) == (0, 8, 0, 0, 8)
+    assert opening.targets == [Target(7, 8, certain=True)]
+    accept_all(one, opening)
+    block = one.span(1000)
+    assert parts(block) == (8, 0, 0, 4, 4)
+    assert block.targets == [Target(0, 9), Target(1, 10), Target(2, 11)]
+    accept_all(one, block)
+    commit = one.span(1000)
+    assert parts(commit) == (8, 0, 4, 0, 4)
+    assert commit.targets == [Target(3, 12, certain=True)]
+
+
+def test_a_shifted_block_that_begins_with_prompt_is_read_within_itself(shifted: Loaded) -> None:
+    one = row(shifted, 10, max_new_tokens=8)
+    accept_all(one, one.span(1000))
+    assert one.span(1000).targets == [Target(1, 10), Target(2, 11)]
+
+
+@pytest.mark.parametrize("budget", [1, 9, 1000])
+def test_a_shifted_fused_block_is_opened_in_its_first_step(shifted: Loaded, budget: int) -> None:
+    """Whatever the budget: its first slot is read from the prompt's last block."""
+    one = row(shifted, 12, max_new_tokens=8, commit="fused")
+    while not (span := one.span(budget)).fresh:
+        accept_all(one, span)
+    opening, *others = span.targets
+    assert opening == Target(11 - span.start, 12, certain=True)
+    assert others == [Target(12 + n - span.start, 13 + n) for n in range(3)]
 
 
 @pytest.mark.parametrize(("budget", "lengths"), [(1, [4, 4, 4]), (7, [4, 4, 4]), (8, [8, 8]), (13, [8, 8]), (16, [16])])

@@ -63,6 +63,14 @@ def test_tokens_are_the_same_alone_and_in_any_mix_of_block_causal_rows(
 
 @bounded
 @given(mix=mixes, max_rows=st.integers(1, 8), max_step_tokens=st.sampled_from(BUDGETS))
+def test_tokens_are_the_same_alone_and_in_any_mix_of_shifted_blocks(
+    shifted: Loaded, mix: list[Guest], max_rows: int, max_step_tokens: int
+) -> None:
+    hold(shifted, mix, max_rows, max_step_tokens)
+
+
+@bounded
+@given(mix=mixes, max_rows=st.integers(1, 8), max_step_tokens=st.sampled_from(BUDGETS))
 def test_tokens_are_the_same_alone_and_in_any_mix_when_bidirectional(
     bidirectional: Loaded, mix: list[Guest], max_rows: int, max_step_tokens: int
 ) -> None:

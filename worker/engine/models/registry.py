@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from contract.errors import ModelLoadError, nearest
-from worker.engine.models import llada, llama_block, sdar
+from worker.engine.models import fast_dllm_v2, llada, llama_block, sdar
 from worker.engine.models.spec import ModelSpec
 
-FAMILIES = {architecture: family for family in (llama_block, llada, sdar) for architecture in family.ARCHITECTURES}
+FAMILIES = {
+    architecture: family for family in (llama_block, llada, sdar, fast_dllm_v2) for architecture in family.ARCHITECTURES
+}
 
 
 def model_spec(config: dict[str, Any]) -> ModelSpec:
