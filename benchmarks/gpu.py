@@ -57,10 +57,9 @@ def sdar() -> Case:
         norm_eps=1e-6,
         rope_theta=1_000_000.0,
         max_positions=2048,
-        tied_head=True,
         qk_norm=True,
     )
-    spec = _spec("sdar-4b", decoder, attention="causal_context", shift=True, block_length=4)
+    spec = _spec("sdar-4b", decoder, attention="block_causal", shift=False, block_length=4, commit="fused")
     return Case("SDAR-4B shape, block 4, 128 rows", spec, 128, 256, 256, 4 / 3, 10_000, {})
 
 

@@ -195,6 +195,68 @@ def illada(
     return _write(folder, config, random_weights(seed), tokenizer, chat_template)
 
 
+def sdar(
+    folder: Path, *, seed: int = 0, tokenizer: bool = True, chat_template: bool = False, max_positions: int = 512
+) -> Path:
+    """Write a block-causal model in SDAR's layout (Qwen3's, untied head, heads wider than the model) to `folder`.
+
+    The mask id, which published configs leave out, is named as SDAR's training copy names it: the family's own is
+    beyond this vocabulary.
+    """
+    config = {
+        "architectures": ["SDARForCausalLM"],
+        "model_type": "sdar",
+        "mask_token_id": MASK,
+        "bos_token_id": STOP,
+        "eos_token_id": STOP,
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": QWEN3.head_dim,
+        "rms_norm_eps": NORM_EPS,
+        "rope_theta": ROPE_THETA,
+        "rope_scaling": None,
+        "max_position_embeddings": max_positions,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+    }
+    return _write(folder, config, random_weights(seed, QWEN3), tokenizer, chat_template)
+
+
+def fast_dllm_v2(
+    folder: Path, *, seed: int = 0, tokenizer: bool = True, chat_template: bool = False, max_positions: int = 512
+) -> Path:
+    """Write a shifted block-causal model in Fast-dLLM v2's layout (Qwen2's, blocks of 32) to `folder`.
+
+    The mask id is named for the same reason as `sdar`'s.
+    """
+    config = {
+        "architectures": ["Fast_dLLM_QwenForCausalLM"],
+        "model_type": "Fast_dLLM_Qwen",
+        "mask_token_id": MASK,
+        "bd_size": 32,
+        "bos_token_id": STOP,
+        "eos_token_id": STOP,
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "rms_norm_eps": NORM_EPS,
+        "rope_theta": ROPE_THETA,
+        "rope_scaling": None,
+        "max_position_embeddings": max_positions,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+    }
+    return _write(folder, config, random_weights(seed, QWEN2), tokenizer, chat_template)
+
+
 def random_weights(seed: int, shape: Shape = LLAMA) -> dict[str, Tensor]:
     """All weights under Llama's names, float32; the head is a copy of the embedding."""
     generator = torch.Generator().manual_seed(seed)
@@ -228,15 +290,18 @@ def random_weights(seed: int, shape: Shape = LLAMA) -> dict[str, Tensor]:
 
 
 def _extras(seed: int, number: int, shape: Shape) -> dict[str, Tensor]:
-    """A layer's weights that only some shapes have, drawn apart: the others stay what they are without them."""
+    """A layer's weights that only some shapes have, drawn apart: the others stay what they are without them.
+
+    Attention is sharp, but not so sharp that float32's rounding grows past 1e-4.
+    """
     generator = torch.Generator().manual_seed(1000 * seed + number + 1)
     extras: dict[str, Tensor] = {}
     if shape.qkv_bias:
         lengths = {"q_proj": HEADS * shape.head_dim, "k_proj": KV_HEADS * shape.head_dim}
         for part, length in (lengths | {"v_proj": lengths["k_proj"]}).items():
-            extras[f"{part}.bias"] = torch.randn(length, generator=generator)
+            extras[f"{part}.bias"] = 0.3 * torch.randn(length, generator=generator)
     if shape.qk_norm:
-        for part in ("q_norm", "k_norm"):  # sharp attention, but not so sharp that float32's rounding grows past 1e-4
+        for part in ("q_norm", "k_norm"):
             extras[f"{part}.weight"] = 1.7 + 0.3 * torch.randn(shape.head_dim, generator=generator)
     return extras
 

@@ -33,9 +33,21 @@ def bidirectional(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     return _loaded(checkpoints.llada(tmp_path_factory.mktemp("bidirectional"), tokenizer=False))
 
 
-@pytest.fixture(scope="session", params=["causal", "bidirectional"])
+@pytest.fixture(scope="session")
+def block_causal(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    """A model in SDAR's layout: blocks of 4 on a grid."""
+    return _loaded(checkpoints.sdar(tmp_path_factory.mktemp("block_causal"), tokenizer=False))
+
+
+@pytest.fixture(scope="session")
+def shifted(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    """A model in Fast-dLLM v2's layout: block-causal and shifted."""
+    return _loaded(checkpoints.fast_dllm_v2(tmp_path_factory.mktemp("shifted"), tokenizer=False))
+
+
+@pytest.fixture(scope="session", params=["causal", "block_causal", "bidirectional"])
 def either(request: pytest.FixtureRequest) -> Loaded:
-    """Both attention kinds in turn."""
+    """Every attention kind in turn."""
     loaded: Loaded = request.getfixturevalue(request.param)
     return loaded
 

@@ -1,4 +1,4 @@
-"""A plain, slow sampler of both attention kinds, to hold the engine against.
+"""A plain, slow sampler of every attention kind, to hold the engine against.
 
 One prompt, no cache: every step recomputes the whole canvas through transformers' Llama, Qwen2 or Qwen3 under an
 explicit mask, and every rule is a few lines over lists. It shares no code with the engine.
@@ -135,6 +135,11 @@ class Reference:
         visible[block_start:] = True
         return self.logits(canvas, list(range(length)), visible)
 
+    def block_logits(self, canvas: list[int], block_length: int) -> Tensor:
+        """Everybody sees the blocks before its own and all of its own; blocks lie on a grid from position 0."""
+        blocks = torch.arange(len(canvas)) // block_length
+        return self.logits(canvas, list(range(len(canvas))), blocks[:, None] >= blocks[None, :])
+
     def full_logits(self, canvas: list[int]) -> Tensor:
         """Everybody sees everybody."""
         length = len(canvas)
@@ -206,6 +211,38 @@ class Reference:
                 steps += 1
         return Answer(cut(canvas, len(prompt), limit), steps)
 
+    def block_answer(self, prompt: tuple[int, ...], recipe: Recipe, shift: int = 0, fused: bool = False) -> Answer:
+        """Blocks on a grid from position 0: the prompt's end, where it ends within a block, begins the first one.
+
+        Shifted, a whole block's first slot is read at the end of the block before; `fused`: in its first step.
+        """
+        canvas, limit, steps = list(prompt), len(prompt) + recipe.max_new_tokens, 0
+        grid = len(prompt) - len(prompt) % recipe.block_length
+        for block, start in enumerate(range(grid, limit, recipe.block_length)):
+            canvas += [checkpoints.MASK] * (start + recipe.block_length - len(canvas))
+            begin, end = max(start, len(prompt)), min(limit, len(canvas))
+            masks, opening = end - begin, None
+            if shift and begin == start:
+                opening = guess(self.block_logits(canvas, recipe.block_length)[start - 1], start, checkpoints.MASK)
+                opening = replace(opening, confidence=1.0, entropy=0.0)  # taken at once
+                if not fused:
+                    canvas[start], masks = opening.token, masks - 1
+            diary = Diary()
+            part = [math.ceil(recipe.number * (p - len(prompt)) / recipe.max_new_tokens) for p in (begin, end)]
+            for quota in quotas(recipe, block, masks, share=part[1] - part[0]):
+                if settled(diary, recipe) and (ended(canvas, len(prompt), limit) or not masked(canvas, begin, end)):
+                    break
+                logits = self.block_logits(canvas, recipe.block_length)
+                first = begin + 1 if opening and canvas[start] != checkpoints.MASK else begin
+                where = candidates(canvas, begin, first, end, recipe)
+                guesses = [guess(logits[p - shift], p, canvas[p]) for p in where]
+                diary.guesses.append([opening if opening and one.position == start else one for one in guesses])
+                step(canvas, diary, recipe, quota)
+                steps += 1
+            if ended(canvas, len(prompt), limit):
+                break
+        return Answer(cut(canvas, len(prompt), limit), steps)
+
     def bidirectional_answer(self, prompt: tuple[int, ...], recipe: Recipe, cache: str, refresh: int = 1) -> Answer:
         """The answer stands there in masks from the start; blocks are denoised from left to right."""
         limit, steps = len(prompt) + recipe.max_new_tokens, 0
@@ -246,14 +283,15 @@ def guess(logits: Tensor, position: int, standing: int) -> Guess:
     return Guess(position, token, float(p[token]), entropy, p, standing)
 
 
-def quotas(recipe: Recipe, block: int, masks: int) -> Iterator[int]:
+def quotas(recipe: Recipe, block: int, masks: int, share: int | None = None) -> Iterator[int]:
     """Positions to accept in each step of a block: its share of the steps, the masks spread over them; then one each.
 
-    Rules without a quota get zeros.
+    Rules without a quota get zeros. `share`: the block's steps, where blocks do not begin with the answer.
     """
     if recipe.rule == "fixed_steps":
         blocks = math.ceil(recipe.max_new_tokens / recipe.block_length)
-        share = int(recipe.number) // blocks + (1 if block < int(recipe.number) % blocks else 0)
+        even = int(recipe.number) // blocks + (1 if block < int(recipe.number) % blocks else 0)
+        share = even if share is None else share
         steps = max(1, share)
         for number in range(steps):
             yield masks // steps + (1 if number < masks % steps else 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,10 +10,11 @@ import torch
 from torch import Tensor
 
 from tests import checkpoints
-from tests.engine.reference import Answer, Recipe, Reference
+from tests.engine.reference import Answer, Recipe, Reference, masked
 from tests.engine.running import prompt, request, run
 from worker.engine import Engine, Loaded
 from worker.engine.models.decoder import Attend, Decoder
+from worker.engine.sequence import Row, State
 
 LENGTHS = (1, 2, 5, 17, 40, 140)  # the last one outgrows the smallest cache slot
 RULES = (
@@ -47,6 +49,16 @@ def causal_reference() -> Reference:
 
 
 @pytest.fixture(scope="module")
+def block_reference() -> Reference:
+    return Reference(tied=False, shape=checkpoints.QWEN3)
+
+
+@pytest.fixture(scope="module")
+def shifted_reference() -> Reference:
+    return Reference(tied=False, shape=checkpoints.QWEN2)
+
+
+@pytest.fixture(scope="module")
 def bidirectional_reference() -> Reference:
     return Reference(tied=False)
 
@@ -69,6 +81,39 @@ def test_a_commit_fused_with_the_next_step_gives_the_reference_tokens(
     recipe = recipe_of(rule, number, block_length)
     expected = {n: causal_reference.fused_answer(prompt(n, n), recipe) for n in LENGTHS}
     assert engine_answers(causal, recipe, commit="fused") == expected
+
+
+@pytest.mark.parametrize("block_length", [1, 4, 20])
+@pytest.mark.parametrize(("rule", "number"), RULES)
+def test_block_causal_gives_the_reference_tokens(
+    block_causal: Loaded,
+    block_reference: Reference,
+    rule: str,
+    number: float | tuple[float, float],
+    block_length: int,
+) -> None:
+    """Prompts of 40 and 140 end with a block of 4 and of 20, the others within one. Both commits give the same."""
+    recipe = recipe_of(rule, number, block_length)
+    expected = {n: block_reference.block_answer(prompt(n, n), recipe) for n in LENGTHS}
+    assert engine_answers(block_causal, recipe, commit="separate") == expected
+    assert engine_answers(block_causal, recipe, commit="fused") == expected
+
+
+@pytest.mark.parametrize("commit", ["separate", "fused"])
+@pytest.mark.parametrize("block_length", [1, 5])
+@pytest.mark.parametrize(("rule", "number"), RULES)
+def test_shifted_blocks_give_the_reference_tokens(
+    shifted: Loaded,
+    shifted_reference: Reference,
+    rule: str,
+    number: float | tuple[float, float],
+    block_length: int,
+    commit: str,
+) -> None:
+    recipe = recipe_of(rule, number, block_length)
+    answer = shifted_reference.block_answer
+    expected = {n: answer(prompt(n, n), recipe, shift=1, fused=commit == "fused") for n in LENGTHS}
+    assert engine_answers(shifted, recipe, commit=commit) == expected
 
 
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
@@ -98,10 +143,18 @@ def test_bidirectional_gives_the_reference_tokens(
     assert engine_answers(bidirectional, recipe, cache=cache) == expected
 
 
-def test_the_references_are_worth_comparing_with(causal_reference: Reference) -> None:
+@pytest.mark.parametrize("kind", ["causal", "block", "shifted"])
+def test_the_references_are_worth_comparing_with(
+    causal_reference: Reference, block_reference: Reference, shifted_reference: Reference, kind: str
+) -> None:
     """Random weights could collapse onto one token, or never stop; then equality would prove little."""
     recipe = Recipe(max_new_tokens=32, block_length=4, rule="threshold", number=0.9)
-    answers = [causal_reference.causal_answer(prompt(n, 6), recipe) for n in range(20)]
+    answer = {
+        "causal": causal_reference.causal_answer,
+        "block": block_reference.block_answer,
+        "shifted": partial(shifted_reference.block_answer, shift=1),
+    }[kind]
+    answers = [answer(prompt(n, 6), recipe) for n in range(20)]
     assert len({token for answer in answers for token in answer.tokens}) > 40
     assert 2 <= sum(len(answer.tokens) < 32 for answer in answers) <= 18
     assert any(answer.steps < len(answer.tokens) * 3 / 4 for answer in answers)
@@ -153,6 +206,39 @@ def test_causal_logits_agree_on_mixed_lengths(causal: Loaded, causal_reference: 
         if slot != checkpoints.STOP
     ]
     torch.testing.assert_close(logits[-1], torch.cat(wanted), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("commit", ["separate", "fused"])
+@pytest.mark.parametrize("kind", ["block_causal", "shifted"])
+def test_block_causal_logits_agree_on_mixed_lengths(
+    block_causal: Loaded, shifted: Loaded, kind: str, commit: str
+) -> None:
+    """In every forward of every block: with the prompt, with a commit, and alone."""
+    loaded = shifted if kind == "shifted" else block_causal
+    reference = (
+        Reference(tied=False, shape=checkpoints.QWEN2)
+        if loaded.spec.shift
+        else Reference(tied=False, shape=checkpoints.QWEN3)
+    )
+    engine, logits = recording(loaded)
+    for n in LENGTHS:
+        engine.add(request(n, prompt(n, n), max_new_tokens=10, block_length=4, commit=commit))
+    while engine.active():
+        rows = [*engine.scheduler.running, *engine.scheduler.waiting]
+        rows.sort(key=lambda row: row.state is State.PREFILLING)  # as they are scheduled
+        wanted = [torch.empty(0, checkpoints.VOCABULARY)]
+        for row in rows:
+            read = torch.tensor(asked(row), dtype=torch.int64) - int(loaded.spec.shift)
+            wanted.append(reference.block_logits(row.canvas, 4)[read])
+        engine.step()
+        torch.testing.assert_close(logits[-1], torch.cat(wanted), atol=1e-4, rtol=0)
+
+
+def asked(row: Row) -> list[int]:
+    """Positions that a row's next forward predicts: the block's masks where it is part of it, else its first slot."""
+    if row.plan.commit == "fused" or row.state is State.DENOISING:
+        return masked(row.canvas, row.answer_start, row.limit)
+    return [row.block_start] if row.spec.shift and row.block_start >= row.prompt_length else []
 
 
 def test_bidirectional_logits_agree_on_mixed_lengths(bidirectional: Loaded, bidirectional_reference: Reference) -> None:

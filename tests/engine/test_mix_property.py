@@ -55,6 +55,22 @@ def test_tokens_are_the_same_alone_and_in_any_mix_with_a_causal_context(
 
 @bounded
 @given(mix=mixes, max_rows=st.integers(1, 8), max_step_tokens=st.sampled_from(BUDGETS))
+def test_tokens_are_the_same_alone_and_in_any_mix_of_block_causal_rows(
+    block_causal: Loaded, mix: list[Guest], max_rows: int, max_step_tokens: int
+) -> None:
+    hold(block_causal, mix, max_rows, max_step_tokens)
+
+
+@bounded
+@given(mix=mixes, max_rows=st.integers(1, 8), max_step_tokens=st.sampled_from(BUDGETS))
+def test_tokens_are_the_same_alone_and_in_any_mix_of_shifted_blocks(
+    shifted: Loaded, mix: list[Guest], max_rows: int, max_step_tokens: int
+) -> None:
+    hold(shifted, mix, max_rows, max_step_tokens)
+
+
+@bounded
+@given(mix=mixes, max_rows=st.integers(1, 8), max_step_tokens=st.sampled_from(BUDGETS))
 def test_tokens_are_the_same_alone_and_in_any_mix_when_bidirectional(
     bidirectional: Loaded, mix: list[Guest], max_rows: int, max_step_tokens: int
 ) -> None:
@@ -63,7 +79,7 @@ def test_tokens_are_the_same_alone_and_in_any_mix_when_bidirectional(
 
 def test_the_pool_holds_every_kind_of_prompt() -> None:
     """The property is worth as much as the prompts that it ranges over."""
-    for attention in ("causal_context", "bidirectional"):
+    for attention in ("causal_context", "block_causal", "bidirectional"):
         params = [pool_request(attention, which).params for which in range(PROMPTS)]
         assert {one.rule for one in params} == set(RULES)
         assert 5 < sum(one.temperature > 0 for one in params) < PROMPTS - 5

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from contract.errors import UsageError
 from contract.sampling import SamplingParams
 from contract.settings import WorkerSettings
-from tests.checkpoints import MASK, llada, llama_block
+from tests.checkpoints import MASK, llada, llama_block, sdar
 from worker.bench import prompts, scale, series
 from worker.bench.autoregressive import Autoregressive
 from worker.bench.causal import Causal
@@ -242,12 +242,12 @@ def test_continuous_and_barrier_give_the_same_answers(workload: Workload) -> Non
     assert together.stats.steps < batched.stats.steps
 
 
-@pytest.mark.parametrize("family", [llama_block, llada])
+@pytest.mark.parametrize("family", [llama_block, llada, sdar])
 def test_the_plain_sampler_is_the_engine_with_one_token_a_step(family: Callable[..., Path], tmp_path: Path) -> None:
     loaded = load(family(tmp_path / "m"), "cpu", "float32", threads=1)
     for seed in range(4):
         length = 9 + 4 * seed
-        request = Request(seed, tuple(range(60 + seed, 70 + seed)), SamplingParams(max_new_tokens=length))
+        request = Request(seed, tuple(range(60 + seed, 71 + seed)), SamplingParams(max_new_tokens=length))
         done = continuous(Engine(loaded.spec, loaded.decoder, 1), [full_step(request)]).finished[seed]
         assert Sampler(loaded).answer(request.prompt_ids, length) == done.token_ids
 

@@ -2,8 +2,9 @@
 
 Each step computes the whole canvas (prompt and all answer positions) with logits at every position, and places the
 surest token of the leftmost block that still holds a mask: `generate` of LLaDA (Nie et al., 2025), with softmax in
-float32 instead of float64. Models with a causal context see finished text causally and the active block whole, are read
-one position to the left, and find a block's first slot first.
+float32 instead of float64. Models with a causal context see finished text causally and the active block whole,
+block-causal ones whole blocks up to their own; where such models are read one position to the left, a block's first
+slot is found first.
 """
 
 from __future__ import annotations
@@ -34,11 +35,12 @@ class Sampler:
     def steps(self, prompt_ids: tuple[int, ...], max_new_tokens: int, block_length: int = 0) -> Iterator[Tensor]:
         """The canvas (P + max_new_tokens,) after each of the `max_new_tokens` steps."""
         first, block_length = len(prompt_ids), block_length or self._spec.block_length
+        grid = first % block_length if self._spec.attention == "block_causal" else 0  # prompt in the first block
         canvas = torch.tensor([*prompt_ids, *[self._spec.mask_id] * max_new_tokens], device=self._decoder.device)
         for number in range(max_new_tokens):
-            start = first + number // block_length * block_length
+            start = first - grid + (grid + number) // block_length * block_length
             with torch.inference_mode():
-                self._step(canvas, start, min(start + block_length, len(canvas)))
+                self._step(canvas, start, min(start + block_length, len(canvas)), block_length)
             yield canvas
 
     def answer(self, prompt_ids: tuple[int, ...], max_new_tokens: int, block_length: int = 0) -> tuple[int, ...]:
@@ -48,8 +50,8 @@ class Sampler:
         end = next((at for at, token in enumerate(tokens) if token in self._spec.stop_ids), len(tokens))
         return tuple(tokens[:end])
 
-    def _step(self, canvas: Tensor, start: int, end: int) -> None:
-        mask = self._visible(len(canvas), start, end)
+    def _step(self, canvas: Tensor, start: int, end: int, block_length: int) -> None:
+        mask = self._visible(len(canvas), start, end, block_length)
         logits = self.logits(canvas, mask).float()  # (T, V)
         logits[:, self._spec.mask_id] = -torch.inf
         confidence, x0 = logits.softmax(-1).max(-1)  # (T,) each
@@ -58,7 +60,7 @@ class Sampler:
         masked = canvas == self._spec.mask_id
         candidates = torch.zeros_like(masked)
         candidates[start:end] = masked[start:end]
-        if self._spec.attention == "causal_context" and bool(masked[start]):
+        if self._spec.attention != "bidirectional" and self._spec.shift and bool(masked[start]):
             candidates[start + 1 : end] = False
         best = confidence.masked_fill(~candidates, -1.0).argmax()
         canvas[best] = x0[best]
@@ -77,9 +79,12 @@ class Sampler:
         positions = torch.arange(len(tokens), device=tokens.device)
         return self._decoder.head(self._decoder.hidden(tokens, positions, attend, wanted=positions))
 
-    def _visible(self, length: int, start: int, end: int) -> Tensor | None:
+    def _visible(self, length: int, start: int, end: int, block_length: int) -> Tensor | None:
         if self._spec.attention == "bidirectional":
             return None
+        if self._spec.attention == "block_causal":
+            blocks = torch.arange(length, device=self._decoder.device) // block_length
+            return blocks[:, None] >= blocks
         visible = torch.ones(length, length, dtype=torch.bool, device=self._decoder.device).tril()
         visible[start:end, start:end] = True
         return visible

@@ -5,13 +5,14 @@ from __future__ import annotations
 from contract.errors import BadPrompt
 from contract.sampling import Rule, SamplingParams
 from worker.engine.bidirectional import BidirectionalRow
+from worker.engine.block_causal import BlockCausalRow
 from worker.engine.causal_context import CausalContextRow
 from worker.engine.models.spec import ModelSpec
 from worker.engine.request import Plan, Request
 from worker.engine.sequence import Row
 from worker.engine.unmasking import DEFAULT_BOUNDS, DEFAULT_NUMBERS
 
-ROWS: dict[str, type[Row]] = {row.KIND: row for row in (CausalContextRow, BidirectionalRow)}
+ROWS: dict[str, type[Row]] = {row.KIND: row for row in (CausalContextRow, BlockCausalRow, BidirectionalRow)}
 
 
 def admit(key: int, request: Request, spec: ModelSpec) -> Row:
@@ -26,9 +27,9 @@ def admit(key: int, request: Request, spec: ModelSpec) -> Row:
 def _plan(request: Request, spec: ModelSpec) -> Plan:
     params = request.params
     rule = params.resolved_rule(spec.rule)
-    if params.cache is not None and spec.attention == "causal_context":
+    if params.cache is not None and spec.attention != "bidirectional":
         raise BadPrompt("bad_params", f"cache: family '{spec.family}' always uses its exact cache; leave it out")
-    if params.commit is not None and spec.attention != "causal_context":
+    if params.commit is not None and spec.attention == "bidirectional":
         raise BadPrompt("bad_params", f"commit: family '{spec.family}' commits no blocks; leave it out")
     block_length = params.block_length or spec.block_length
     limit = _room(request, spec, block_length)
@@ -63,19 +64,24 @@ def _numbers(params: SamplingParams, rule: Rule, spec: ModelSpec) -> tuple[float
 
 
 def _room(request: Request, spec: ModelSpec, block_length: int) -> int:
-    """Answer tokens that the context leaves; a causal context needs room for a last whole block."""
+    """Answer tokens that the context leaves.
+
+    A causal context needs room for a last whole block after the prompt; with block-causal attention the context holds
+    whole blocks, the prompt's included.
+    """
     length, context = len(request.prompt_ids), spec.decoder.max_positions
     if length == 0:
         raise BadPrompt("empty_prompt", "the prompt has no tokens")
     least = block_length if spec.attention == "causal_context" else 1
-    if least >= context:
+    usable = context // block_length * block_length if spec.attention == "block_causal" else context
+    if least >= usable:
         raise BadPrompt("bad_params", f"block_length: {block_length} does not fit into a context of {context}")
-    room = context - length
+    room = usable - length
     room -= room % least
     if room < 1:
         raise BadPrompt(
             "prompt_too_long",
             f"the prompt has {length} tokens; the model's context of {context} leaves no room for an answer "
-            f"(longest prompt: {context - least} tokens)",
+            f"(longest prompt: {usable - least} tokens)",
         )
     return room

@@ -20,7 +20,7 @@ from torch import Tensor
 from contract.errors import ModelLoadError
 from worker.engine.models.decoder import Decoder, shapes
 from worker.engine.models.registry import model_spec
-from worker.engine.models.spec import ModelSpec
+from worker.engine.models.spec import NAME, ModelSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -44,7 +44,7 @@ def load(folder: Path, device: str = "auto", dtype: str = "auto", threads: int =
 
     Raises ModelLoadError naming what is missing, unexpected or wrongly shaped, or why the device cannot be used.
     """
-    spec = model_spec(read_config(folder))
+    spec = model_spec(read_config(folder) | {NAME: checkpoint_name(folder)})
     target = choose_device(device)
     wanted = choose_dtype(dtype, target)
     if threads:
@@ -67,6 +67,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ModelLoadError(f"{file} is not a JSON object")
     return config
+
+
+def checkpoint_name(folder: Path) -> str:
+    """The folder's name; in a hub cache (`models--OWNER--NAME/snapshots/COMMIT`) the repository's."""
+    folder = folder.absolute()
+    return folder.parents[1].name.rsplit("--")[-1] if folder.parent.name == "snapshots" else folder.name
 
 
 def choose_device(device: str) -> torch.device:

@@ -2,7 +2,8 @@
 
 A tree of chunks of tokens, each with its keys and values once a second prompt has asked for it; a prompt that begins
 with them gets a copy into its own slot and prefills the rest. Only for attention whose finished text never changes
-(`causal_context`), where the copy is what the row would have computed itself.
+(`causal_context`, `block_causal`), where the copy is what the row would have computed itself. Where text sees whole
+blocks, that holds for blocks that end where chunks do, among rows of one block length.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Prefixes:
     def __init__(self, slots: Slots, budget_bytes: int) -> None:
         self._slots = slots
         self.most = budget_bytes // max(1, slots.bytes_per_position * CHUNK)
-        self._root = Chunk(None, (), 0)
+        self._roots: dict[int, Chunk] = {}  # by the blocks in which text sees itself
         self.stored: OrderedDict[Chunk, None] = OrderedDict()
         self._seen: OrderedDict[Chunk, None] = OrderedDict()
         self.leading: dict[int, list[Chunk]] = {}
@@ -49,10 +50,11 @@ class Prefixes:
 
     def enter(self, row: Row) -> bool:
         """Give the row what is known of its prompt. False: another row is computing more of it; ask again later."""
-        if not self.most:
+        if not self.most or CHUNK % row.context_block:
             return True
-        known, rest = self._known(row.request.prompt_ids)
-        at = known[-1] if known else self._root
+        root = self._roots.setdefault(row.context_block, Chunk(None, (), 0))
+        known, rest = self._known(root, row.request.prompt_ids)
+        at = known[-1] if known else root
         if rest and self._is_coming(at, rest):
             return False
         if known:
@@ -76,11 +78,11 @@ class Prefixes:
         for chunk in self.leading.pop(row_key, []):
             chunk.leader = None
 
-    def _known(self, prompt: tuple[int, ...]) -> tuple[list[Chunk], list[tuple[int, ...]]]:
+    def _known(self, root: Chunk, prompt: tuple[int, ...]) -> tuple[list[Chunk], list[tuple[int, ...]]]:
         """Stored chunks that the prompt begins with, and its further chunks. Its last token is always computed."""
         pieces = [prompt[at : at + CHUNK] for at in range(0, (len(prompt) - 1) // CHUNK * CHUNK, CHUNK)]
         known: list[Chunk] = []
-        at = self._root
+        at = root
         for piece in pieces:
             following = at.children.get(piece)
             if following is None or following.stored is None:

@@ -51,7 +51,7 @@ class Scheduler:
                 chosen.append((row, row.span(left)))
                 left -= row.next_length()
         for row in prefilling:
-            if left > 0:
+            if row.context_block <= left or not chosen:
                 span = row.span(left)
                 chosen.append((row, span))
                 left -= len(span.tokens)

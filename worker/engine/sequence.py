@@ -1,8 +1,8 @@
 """A row: one prompt being denoised. It says what its next forward computes and takes what that forward decided.
 
-Its kinds (`causal_context.py`, `bidirectional.py`) differ in what they forward and in what they may see; everything
-else (rules, stopping, limits) is the same. A row knows nothing of its neighbours, of tensors or of where its keys and
-values lie.
+Its kinds (`causal_context.py`, `block_causal.py`, `bidirectional.py`) differ in what they forward and in what they may
+see; everything else (rules, stopping, limits) is the same. A row knows nothing of its neighbours, of tensors or of
+where its keys and values lie.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class State(Enum):
 
 @dataclass(eq=False)
 class Row(ABC):
-    """State common to both kinds. The canvas is the prompt and what follows it, mask ids where undecided."""
+    """State common to all kinds. The canvas is the prompt and what follows it, mask ids where undecided."""
 
     key: int
     request: Request
@@ -68,6 +68,16 @@ class Row(ABC):
     def limit(self) -> int:
         """The canvas position at which the answer must end."""
         return self.prompt_length + self.plan.max_new_tokens
+
+    @property
+    def answer_start(self) -> int:
+        """The active block's first position that is not prompt."""
+        return max(self.block_start, self.prompt_length)
+
+    @property
+    def context_block(self) -> int:
+        """Finished text sees whole blocks of so many positions, which prefill cannot cut: 1 where it is causal."""
+        return 1
 
     @property
     def most_positions(self) -> int:
@@ -150,7 +160,7 @@ class Row(ABC):
 
     def _decisive_stop(self, end: int) -> int:
         """Behind the block's first stop token if no mask stands before it, else `end`."""
-        for position in range(self.block_start, end):
+        for position in range(self.answer_start, end):
             if self.canvas[position] == self.spec.mask_id:
                 break
             if self.canvas[position] in self.spec.stop_ids:
@@ -183,7 +193,7 @@ class Row(ABC):
 
     def _ended(self) -> bool:
         """No mask before the first stop token or the limit. Blocks before the active one hold no mask."""
-        for position in range(self.block_start, min(self.limit, len(self.canvas))):
+        for position in range(self.answer_start, min(self.limit, len(self.canvas))):
             token = self.canvas[position]
             if token in self.spec.stop_ids:
                 return True

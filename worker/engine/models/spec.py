@@ -12,7 +12,9 @@ from typing import Any, Literal
 
 from contract.sampling import Commit, Rule
 
-Attention = Literal["causal_context", "bidirectional"]
+Attention = Literal["causal_context", "block_causal", "bidirectional"]
+NAME = "_name_or_path"
+"""The field in which the loader hands a family the checkpoint's name: some facts are published nowhere else."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class ModelSpec:
     """A checkpoint's family facts.
 
     attention: `causal_context` sees finished text causally and the active block in both directions;
+    `block_causal` sees earlier blocks, and its own in both directions, on a grid from position 0;
     `bidirectional` sees the whole canvas. shift: the prediction for position i is read at i - 1.
     commit: whether a finished block is written by a forward of its own, or by the next block's first denoise step.
     tokenizer_class: transformers' class for checkpoints whose tokenizer names a class of their own.
