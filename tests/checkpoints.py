@@ -299,7 +299,7 @@ def _extras(seed: int, number: int, shape: Shape) -> dict[str, Tensor]:
     if shape.qkv_bias:
         lengths = {"q_proj": HEADS * shape.head_dim, "k_proj": KV_HEADS * shape.head_dim}
         for part, length in (lengths | {"v_proj": lengths["k_proj"]}).items():
-            extras[f"{part}.bias"] = 0.3 * torch.randn(length, generator=generator)
+            extras[f"{part}.bias"] = 0.1 * torch.randn(length, generator=generator)
     if shape.qk_norm:
         for part in ("q_norm", "k_norm"):
             extras[f"{part}.weight"] = 1.7 + 0.3 * torch.randn(shape.head_dim, generator=generator)

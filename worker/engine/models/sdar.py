@@ -23,14 +23,13 @@ BLOCK_LENGTH = 4
 
 def spec(config: dict[str, Any]) -> ModelSpec:
     """The family facts of a checkpoint whose `config.json` is `config`."""
-    decoder = replace(llama_decoder(config), qk_norm=True)
     return ModelSpec(
         family="sdar",
-        decoder=decoder,
+        decoder=replace(llama_decoder(config), qk_norm=True),
         attention="block_causal",
         shift=False,
         mask_id=config.get("mask_token_id") or MASK_ID,
-        stop_ids=stop_ids(config) | ({END_OF_TURN} if decoder.vocab_size > END_OF_TURN else set()),
+        stop_ids=stop_ids(config, END_OF_TURN),
         block_length=config.get("block_size") or _named_block_length(config.get(NAME, "")),
         rule="threshold",
         threshold=0.9,
