@@ -30,12 +30,13 @@ class Shape:
     """What differs between the Llama-shaped models that others are made from."""
 
     head_dim: int = HIDDEN // HEADS
-    qkv_bias: bool = False
+    qkv_bias: float = 0.0  # standard deviation of the biases; 0: there are none
     qk_norm: bool = False
 
 
 LLAMA = Shape()
-QWEN2 = Shape(qkv_bias=True)
+QWEN2 = Shape(qkv_bias=0.2)
+QWEN2_CALM = Shape(qkv_bias=0.1)  # with blocks of its own, where float32's rounding grows faster
 QWEN3 = Shape(head_dim=24, qk_norm=True)  # heads * head_dim is not the hidden size, as published
 
 SPECIALS = {STOP: "<|end|>", MASK: "<|mask|>", TURN: "<|turn|>"}
@@ -254,7 +255,7 @@ def fast_dllm_v2(
         "tie_word_embeddings": False,
         "use_sliding_window": False,
     }
-    return _write(folder, config, random_weights(seed, QWEN2), tokenizer, chat_template)
+    return _write(folder, config, random_weights(seed, QWEN2_CALM), tokenizer, chat_template)
 
 
 def random_weights(seed: int, shape: Shape = LLAMA) -> dict[str, Tensor]:
@@ -299,7 +300,7 @@ def _extras(seed: int, number: int, shape: Shape) -> dict[str, Tensor]:
     if shape.qkv_bias:
         lengths = {"q_proj": HEADS * shape.head_dim, "k_proj": KV_HEADS * shape.head_dim}
         for part, length in (lengths | {"v_proj": lengths["k_proj"]}).items():
-            extras[f"{part}.bias"] = 0.1 * torch.randn(length, generator=generator)
+            extras[f"{part}.bias"] = shape.qkv_bias * torch.randn(length, generator=generator)
     if shape.qk_norm:
         for part in ("q_norm", "k_norm"):
             extras[f"{part}.weight"] = 1.7 + 0.3 * torch.randn(shape.head_dim, generator=generator)

@@ -28,6 +28,7 @@ from tests import checkpoints
 CLASSES: dict[checkpoints.Shape, Any] = {
     checkpoints.LLAMA: (LlamaConfig, LlamaForCausalLM),
     checkpoints.QWEN2: (Qwen2Config, Qwen2ForCausalLM),
+    checkpoints.QWEN2_CALM: (Qwen2Config, Qwen2ForCausalLM),
     checkpoints.QWEN3: (Qwen3Config, Qwen3ForCausalLM),
 }
 

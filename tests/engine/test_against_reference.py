@@ -55,7 +55,7 @@ def block_reference() -> Reference:
 
 @pytest.fixture(scope="module")
 def shifted_reference() -> Reference:
-    return Reference(tied=False, shape=checkpoints.QWEN2)
+    return Reference(tied=False, shape=checkpoints.QWEN2_CALM)
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +216,7 @@ def test_block_causal_logits_agree_on_mixed_lengths(
     """In every forward of every block: with the prompt, with a commit, and alone."""
     loaded = shifted if kind == "shifted" else block_causal
     reference = (
-        Reference(tied=False, shape=checkpoints.QWEN2)
+        Reference(tied=False, shape=checkpoints.QWEN2_CALM)
         if loaded.spec.shift
         else Reference(tied=False, shape=checkpoints.QWEN3)
     )
