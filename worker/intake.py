@@ -121,7 +121,7 @@ class Rejected:
         """The row to write before `fail`; line 0 and the index for an id where the job did not tell."""
         detail = ErrorDetail(code=ErrorCode(self.error.code), message=str(self.error), attempts=self.attempts)
         told = {key: self.payload[key] for key in ("id", "line", "prompt") if key in self.payload}
-        told.setdefault("prompt", self.payload.get("messages"))
+        told.setdefault("prompt", self.payload.get("messages") or self.payload.get("prompt_token_ids"))
         blank = {"index": self.index, "id": str(self.index), "line": 0, "prompt": None}
         try:
             return ErrorRow.model_validate({**blank, **told, "error": detail, "worker": worker})
