@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from contract.errors import ModelLoadError
-from worker.engine.models.decoder import Decoder, shapes
+from worker.engine.models.decoder import Decoder, dtype_of, shapes
 from worker.engine.models.registry import model_spec
 from worker.engine.models.spec import NAME, ModelSpec
 
@@ -51,7 +51,7 @@ def load(folder: Path, device: str = "auto", dtype: str = "auto", threads: int =
         torch.set_num_threads(threads)
     with ExitStack() as stack:
         fetch = _open_weights(folder, spec, stack)
-        decoder = Decoder(spec.decoder, lambda name: fetch(name).to(target, wanted))
+        decoder = Decoder(spec.decoder, lambda name: fetch(name).to(target, dtype_of(name, wanted)))
     return Loaded(spec, decoder)
 
 
