@@ -180,7 +180,7 @@ def test_a_steps_memory_counts_every_expert_that_a_position_goes_to() -> None:
     plain, _ = decoder_of(DECODER)
     experts, _ = decoder_of(replace(DECODER, experts=replace(SOFTMAX, top_k=4)))
     more = step_bytes(experts, 1000) - step_bytes(plain, 1000)
-    assert more == 1000 * 4 * (4 * (5 * HIDDEN + 3 * 8) - 3 * 16)
+    assert more == 1000 * 4 * (4 * (3 * HIDDEN + 4 * 8) - 3 * 16)
 
 
 def test_useful_flops_count_the_experts_that_a_position_goes_to(block_causal: Loaded) -> None:

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 
 from worker.bench.systems import Workload, engine_of, with_params
 from worker.engine import Engine, EngineStats, Loaded, Request
-from worker.engine.models.spec import DecoderConfig
 
 SQUARES = (512, 1024, 2048, 4096)
 ROWS = 128
@@ -83,22 +82,12 @@ def useful_flops(loaded: Loaded, stats: EngineStats) -> float:
     """2·P_linear·positions + 4·cells·heads·head_dim·layers + 2·d·V·predictions (a multiply and an add each)."""
     c = loaded.spec.decoder
     attention = c.hidden_size * (c.heads + 2 * c.kv_heads) * c.head_dim + c.heads * c.head_dim * c.hidden_size
-    linear = c.layers * attention + _mlp_weights(c)
+    linear = c.layers * attention + c.active_mlp_weights
     return (
         2.0 * linear * stats.positions
         + 4.0 * stats.attention_cells * c.heads * c.head_dim * c.layers
         + 2.0 * c.hidden_size * c.vocab_size * stats.predictions
     )
-
-
-def _mlp_weights(c: DecoderConfig) -> int:
-    """Weights of all layers' MLPs that one position passes: with experts, the router and those it is sent to."""
-    dense = 3 * c.hidden_size * c.intermediate_size
-    if c.experts is None:
-        return c.layers * dense
-    e = c.experts
-    mixture = c.hidden_size * (e.number + 3 * (e.top_k * e.intermediate_size + e.shared_intermediate_size))
-    return e.dense_layers * dense + (c.layers - e.dense_layers) * mixture
 
 
 @dataclass(frozen=True)

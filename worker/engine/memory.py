@@ -56,14 +56,12 @@ def step_bytes(decoder: Decoder, positions: int) -> int:
 
 
 def _mlp_width(c: DecoderConfig) -> int:
-    """Numbers per position: gate, up and their product; with experts for each that it goes to, and copies of both ends.
-
-    Those copies: the input, the output, the output in the positions' order, and its float32 product with the weights.
-    """
+    """Numbers per position: gate, up and their product. With experts, for each that it goes to: gate and up twice,
+    while the experts' products are put together, and its output, again in float32."""
     if c.experts is None:
         return 3 * c.intermediate_size
     e = c.experts
-    chosen = e.top_k * (5 * c.hidden_size + 3 * e.intermediate_size)
+    chosen = e.top_k * (3 * c.hidden_size + 4 * e.intermediate_size)
     return max(3 * c.intermediate_size, chosen + 3 * e.shared_intermediate_size)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from worker.engine.models.linear import Linear
@@ -48,10 +49,10 @@ def within_best_groups(ranked: Tensor, groups: int, best: int) -> Tensor:
 
     The routing of DeepSeek-V3 (arXiv 2412.19437), taken over by LLaDA2.
     """
-    grouped = ranked.unflatten(-1, (groups, -1))  # (T, groups, experts of a group)
+    grouped = ranked.view(len(ranked), groups, -1)  # (T, groups, experts of a group)
     worth = grouped.topk(2, dim=-1).values.sum(-1)
     outside = torch.ones_like(worth, dtype=torch.bool).scatter_(-1, worth.topk(best, dim=-1).indices, False)
-    return grouped.masked_fill(outside.unsqueeze(-1), -torch.inf).flatten(-2)
+    return grouped.masked_fill(outside.unsqueeze(-1), -torch.inf).view_as(ranked)
 
 
 class PerExpert:
@@ -88,11 +89,12 @@ class MixtureOfExperts:
         weights, experts = self.router(x)
         top_k, chosen = experts.shape[-1], experts.flatten()
         order = chosen.argsort(stable=True)  # (T * top_k,): sorted by expert
-        # The one wait for the device in a layer: products need to know on the host how many positions they have.
+        # A layer's one wait for the device: how many positions a product has must be known on the host.
         counts = chosen.new_zeros(len(self.down.parts)).scatter_add_(0, chosen, torch.ones_like(chosen)).tolist()
-        out = self.down(gated(self.gate_up(x.index_select(0, order // top_k), counts)), counts)
-        ranked = torch.empty_like(out).index_copy_(0, order, out).unflatten(0, (-1, top_k))  # (T, top_k, d)
-        return (ranked * weights.unsqueeze(-1)).sum(1)
+        out = self.down(gated(self.gate_up(x.index_select(0, order // top_k), counts)), counts)  # (T * top_k, d)
+        # For each position the weighted sum of its rows of `out`, which need not be brought into order first.
+        rows = order.argsort().view_as(experts)
+        return F.embedding_bag(rows, out.float(), per_sample_weights=weights, mode="sum")
 
 
 def expert_shapes(config: Experts, hidden_size: int) -> dict[str, tuple[int, ...]]:

@@ -66,6 +66,16 @@ class DecoderConfig:
     rotary_dim: int | None = None
     experts: Experts | None = None
 
+    @property
+    def active_mlp_weights(self) -> int:
+        """Weights of all layers' MLPs that one position passes: with experts, the routers' and of those it goes to."""
+        dense = 3 * self.hidden_size * self.intermediate_size
+        if self.experts is None:
+            return self.layers * dense
+        e = self.experts
+        mixture = self.hidden_size * (e.number + 3 * (e.top_k * e.intermediate_size + e.shared_intermediate_size))
+        return e.dense_layers * dense + (self.layers - e.dense_layers) * mixture
+
 
 @dataclass(frozen=True)
 class ModelSpec:
