@@ -22,7 +22,16 @@ from worker.model import Model, model_folder, open_model
 from worker.tokenizing import Tokenizer
 
 Write = Callable[..., Path]
-FAMILIES = [checkpoints.llama_block, checkpoints.llada, checkpoints.illada, checkpoints.dream, checkpoints.a2d_qwen3]
+FAMILIES = [
+    checkpoints.llama_block,
+    checkpoints.llada,
+    checkpoints.illada,
+    checkpoints.dream,
+    checkpoints.a2d_qwen3,
+    checkpoints.llada_moe,
+    checkpoints.llada2,
+    checkpoints.sdar_moe,
+]
 MODULES = ("configuration_trap.py", "modeling_trap.py", "tokenization_trap.py", "__init__.py", "setup.py")
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from contract.errors import ModelLoadError
-from worker.engine.models.decoder import Decoder, shapes
+from worker.engine.models.decoder import Decoder, dtype_of, shapes
 from worker.engine.models.registry import model_spec
 from worker.engine.models.spec import NAME, ModelSpec
 from worker.engine.weights import open_weights
@@ -48,7 +48,7 @@ def load(
         torch.set_num_threads(threads)
     with ExitStack() as stack:
         fetch = _fetch(folder, spec, allow_pickles, stack)
-        decoder = Decoder(spec.decoder, lambda name: fetch(name).to(target, wanted))
+        decoder = Decoder(spec.decoder, lambda name: fetch(name).to(target, dtype_of(name, wanted)))
     return Loaded(spec, decoder)
 
 
