@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from contract.sampling import Commit, Rule
+from worker.engine.models.rope import Yarn
 
 Attention = Literal["causal_context", "block_causal", "bidirectional"]
 NAME = "_name_or_path"
@@ -34,6 +35,7 @@ class DecoderConfig:
     tied_head: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
+    yarn: Yarn | None = None
 
 
 @dataclass(frozen=True)
