@@ -119,6 +119,7 @@ def applied_params(finished: Finished) -> dict[str, Any]:
         "fixed_steps": {"denoise_steps": plan.denoise_steps},
         "factor": {"factor": plan.number},
         "entropy_bound": {"entropy_bound": plan.number},
+        "entropy_threshold": {"entropy_threshold": plan.number},
         "klass": {"threshold": plan.number, "kl_threshold": plan.bound},
         "joint_threshold": {"threshold": plan.number, "edit_threshold": plan.bound},
     }.get(plan.rule, {"threshold": plan.number})

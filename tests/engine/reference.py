@@ -351,6 +351,10 @@ def accepted(past: list[list[Guess]], recipe: Recipe, quota: int) -> list[Guess]
         return [
             one for one in guesses if one.confidence > recipe.number and steady(one.position, past, recipe.bound)
         ] or best_first[:1]
+    if recipe.rule == "entropy_threshold":
+        charged = {one.position: one.entropy + 0.02 * (one.position - guesses[0].position) for one in guesses}
+        least = min(guesses, key=lambda one: charged[one.position])
+        return [one for one in guesses if charged[one.position] < recipe.number] or [least]
     if recipe.rule == "left_to_right":
         taken = guesses[:1]
         for one in guesses[1:]:

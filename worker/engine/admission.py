@@ -55,7 +55,12 @@ def _plan(request: Request, spec: ModelSpec) -> Plan:
 
 def _numbers(params: SamplingParams, rule: Rule, spec: ModelSpec) -> tuple[float, float]:
     """The rule's number and its bound: the prompt's, else the rule's own default, else the model's threshold."""
-    number = {"entropy_bound": params.entropy_bound, "factor": params.factor}.get(rule, params.threshold)
+    own = {
+        "entropy_bound": params.entropy_bound,
+        "entropy_threshold": params.entropy_threshold,
+        "factor": params.factor,
+    }
+    number = own.get(rule, params.threshold)
     bound = {"klass": params.kl_threshold, "joint_threshold": params.edit_threshold}.get(rule)
     return (
         DEFAULT_NUMBERS.get(rule, spec.threshold) if number is None else number,

@@ -27,7 +27,7 @@ class Plan:
     attention: Attention
     rule: Rule
     number: float  # τ, γ or f; unused by fixed_steps, whose quota changes from step to step
-    bound: float  # the second number of the rules that have one: KLASS's bound of the KL, the edit threshold
+    bound: float  # a rule's second number: KLASS's bound of the KL, the edit threshold, the charge for distance
     max_new_tokens: int
     denoise_steps: int
     block_length: int
