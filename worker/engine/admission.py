@@ -71,14 +71,16 @@ def _numbers(params: SamplingParams, rule: Rule, spec: ModelSpec) -> tuple[float
 def _room(request: Request, spec: ModelSpec, block_length: int) -> int:
     """Answer tokens that the context leaves.
 
-    A causal context needs room for a last whole block after the prompt; with block-causal attention the context holds
-    whole blocks, the prompt's included.
+    A causal context needs room for a last whole block after the prompt, and so does a grid that begins there; with
+    block-causal attention the context else holds whole blocks, the prompt's included, unless the last one is cut.
     """
     length, context = len(request.prompt_ids), spec.decoder.max_positions
     if length == 0:
         raise BadPrompt("empty_prompt", "the prompt has no tokens")
-    least = block_length if spec.attention == "causal_context" else 1
-    usable = context // block_length * block_length if spec.attention == "block_causal" else context
+    whole_blocks = spec.attention == "block_causal" and spec.last_block == "whole"
+    from_answer = spec.attention == "causal_context" or (whole_blocks and spec.grid == "answer")
+    least = block_length if from_answer else 1
+    usable = context // block_length * block_length if whole_blocks and not from_answer else context
     if least >= usable:
         raise BadPrompt("bad_params", f"block_length: {block_length} does not fit into a context of {context}")
     room = usable - length

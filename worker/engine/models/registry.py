@@ -5,12 +5,34 @@ from __future__ import annotations
 from typing import Any
 
 from contract.errors import ModelLoadError, nearest
-from worker.engine.models import a2d_qwen3, dream, fast_dllm_v2, illada, llada, llama_block, sdar
+from worker.engine.models import (
+    a2d_qwen3,
+    dream,
+    dream_reasoner,
+    fast_dllm_v2,
+    illada,
+    llada,
+    llama_block,
+    nemotron_labs_diffusion,
+    sdar,
+    stable_diffcoder,
+)
 from worker.engine.models.spec import ModelSpec
 
 FAMILIES = {
     architecture: family
-    for family in (llama_block, llada, illada, dream, a2d_qwen3, sdar, fast_dllm_v2)
+    for family in (
+        llama_block,
+        llada,
+        illada,
+        dream,
+        a2d_qwen3,
+        sdar,
+        dream_reasoner,
+        stable_diffcoder,
+        fast_dllm_v2,
+        nemotron_labs_diffusion,
+    )
     for architecture in family.ARCHITECTURES
 }
 

@@ -43,8 +43,9 @@ class ModelSpec:
     """A checkpoint's family facts.
 
     attention: `causal_context` sees finished text causally and the active block in both directions;
-    `block_causal` sees earlier blocks, and its own in both directions, on a grid from position 0;
-    `bidirectional` sees the whole canvas. shift: the prediction for position i is read at i - 1.
+    `block_causal` sees earlier blocks, and its own in both directions; `bidirectional` sees the whole canvas. shift: the prediction for position i is read at i - 1.
+    grid: block-causal blocks are counted from the beginning of the `text`, or so that one begins with the `answer`;
+    then the prompt's first one is short. last_block: it is `whole`, or `cut` where the answer ends (block-causal).
     commit: whether a finished block is written by a forward of its own, or by the next block's first denoise step.
     tokenizer_class: transformers' class for checkpoints whose tokenizer names a class of their own.
     template_values: what the chat template is given beside the messages.
@@ -62,5 +63,7 @@ class ModelSpec:
     threshold: float
     tensor_name: Callable[[str], str]
     commit: Commit = "separate"
+    grid: Literal["text", "answer"] = "text"
+    last_block: Literal["whole", "cut"] = "whole"
     tokenizer_class: str | None = None
     template_values: Mapping[str, Any] = field(default_factory=dict, hash=False)
