@@ -22,7 +22,17 @@ from worker.model import Model, model_folder, open_model
 from worker.tokenizing import Tokenizer
 
 Write = Callable[..., Path]
-FAMILIES = [checkpoints.llama_block, checkpoints.llada, checkpoints.illada, checkpoints.dream, checkpoints.a2d_qwen3]
+FAMILIES = [
+    checkpoints.llama_block,
+    checkpoints.llada,
+    checkpoints.illada,
+    checkpoints.dream,
+    checkpoints.a2d_qwen3,
+    checkpoints.dream_reasoner,
+    checkpoints.stable_diffcoder,
+    checkpoints.nemotron,
+    checkpoints.wedlm,
+]
 MODULES = ("configuration_trap.py", "modeling_trap.py", "tokenization_trap.py", "__init__.py", "setup.py")
 
 

@@ -6,13 +6,14 @@ from contract.errors import BadPrompt
 from contract.sampling import Rule, SamplingParams
 from worker.engine.bidirectional import BidirectionalRow
 from worker.engine.block_causal import BlockCausalRow
+from worker.engine.causal import CausalRow
 from worker.engine.causal_context import CausalContextRow
 from worker.engine.models.spec import ModelSpec
 from worker.engine.request import Plan, Request
 from worker.engine.sequence import Row
-from worker.engine.unmasking import DEFAULT_BOUNDS, DEFAULT_NUMBERS
+from worker.engine.unmasking import DEFAULT_BOUNDS, DEFAULT_NUMBERS, RULES
 
-ROWS: dict[str, type[Row]] = {row.KIND: row for row in (CausalContextRow, BlockCausalRow, BidirectionalRow)}
+ROWS: dict[str, type[Row]] = {row.KIND: row for row in (CausalContextRow, BlockCausalRow, BidirectionalRow, CausalRow)}
 
 
 def admit(key: int, request: Request, spec: ModelSpec) -> Row:
@@ -29,8 +30,10 @@ def _plan(request: Request, spec: ModelSpec) -> Plan:
     rule = params.resolved_rule(spec.rule)
     if params.cache is not None and spec.attention != "bidirectional":
         raise BadPrompt("bad_params", f"cache: family '{spec.family}' always uses its exact cache; leave it out")
-    if params.commit is not None and spec.attention == "bidirectional":
+    if params.commit is not None and spec.attention in ("bidirectional", "causal"):
         raise BadPrompt("bad_params", f"commit: family '{spec.family}' commits no blocks; leave it out")
+    if RULES[rule].edits and spec.attention == "causal":
+        raise BadPrompt("bad_params", f"rule: '{rule}' edits blocks, of which family '{spec.family}' has none")
     block_length = params.block_length or spec.block_length
     limit = _room(request, spec, block_length)
     number, bound = _numbers(params, rule, spec)

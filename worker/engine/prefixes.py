@@ -2,7 +2,7 @@
 
 A tree of chunks of tokens, each with its keys and values once a second prompt has asked for it; a prompt that begins
 with them gets a copy into its own slot and prefills the rest. Only for attention whose finished text never changes
-(`causal_context`, `block_causal`), where the copy is what the row would have computed itself. Where text sees
+(`causal_context`, `block_causal`, `causal`), where the copy is what the row would have computed itself. Where text sees
 whole blocks, that holds for blocks that end where chunks do, among rows of one block length.
 """
 

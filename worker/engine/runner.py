@@ -62,7 +62,7 @@ class ModelRunner:
             self.slots.reserve(row.key, span.end)
         self.last_attention = attention = AttentionPlan(self.spec.decoder, self.slots, rows, spans)
         tokens = self._tensor([token for span in spans for token in span.tokens], torch.int64)
-        positions = self._tensor([p for span in spans for p in range(span.start, span.end)], torch.int64)
+        positions = self._tensor([p for span in spans for p in span.positions], torch.int64)
         wanted, first = [], 0
         for span in spans:
             wanted += [first + target.offset for target in span.targets]

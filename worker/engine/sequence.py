@@ -1,6 +1,6 @@
 """A row: one prompt being denoised. It says what its next forward computes and takes what that forward decided.
 
-Its kinds (`causal_context.py`, `block_causal.py`, `bidirectional.py`) differ in what they forward and in
+Its kinds (`causal_context.py`, `block_causal.py`, `bidirectional.py`, `causal.py`) differ in what they forward and in
 what they may see; everything else (rules, stopping, limits) is the same. A row knows nothing of its neighbours, of
 tensors or of where its keys and values lie.
 """

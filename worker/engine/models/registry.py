@@ -16,6 +16,7 @@ from worker.engine.models import (
     nemotron_labs_diffusion,
     sdar,
     stable_diffcoder,
+    wedlm,
 )
 from worker.engine.models.spec import ModelSpec
 
@@ -32,6 +33,7 @@ FAMILIES = {
         stable_diffcoder,
         fast_dllm_v2,
         nemotron_labs_diffusion,
+        wedlm,
     )
     for architecture in family.ARCHITECTURES
 }

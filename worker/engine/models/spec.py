@@ -13,7 +13,7 @@ from typing import Any, Literal
 from contract.sampling import Commit, Rule
 from worker.engine.models.rope import Yarn
 
-Attention = Literal["causal_context", "block_causal", "bidirectional"]
+Attention = Literal["causal_context", "block_causal", "bidirectional", "causal"]
 NAME = "_name_or_path"
 """The field in which the loader hands a family the checkpoint's name: some facts are published nowhere else."""
 
@@ -43,7 +43,8 @@ class ModelSpec:
     """A checkpoint's family facts.
 
     attention: `causal_context` sees finished text causally and the active block in both directions;
-    `block_causal` sees earlier blocks, and its own in both directions; `bidirectional` sees the whole canvas. shift: the prediction for position i is read at i - 1.
+    `block_causal` sees earlier blocks, and its own in both directions; `bidirectional` sees the whole canvas;
+    `causal` sees what was put in before it, masks last. shift: the prediction for position i is read at i - 1.
     grid: block-causal blocks are counted from the beginning of the `text`, or so that one begins with the `answer`;
     then the prompt's first one is short. last_block: it is `whole`, or `cut` where the answer ends (block-causal).
     commit: whether a finished block is written by a forward of its own, or by the next block's first denoise step.
