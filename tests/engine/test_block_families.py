@@ -42,14 +42,14 @@ class Family:
 
     write: Callable[..., Path]
     reference: dict[str, Any]
-    blocks: dict[str, str] = field(default_factory=dict)
+    blocks: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Pair:
     loaded: Loaded
     reference: Reference
-    blocks: dict[str, str]
+    blocks: dict[str, Any]
 
 
 FAMILIES = {
@@ -91,7 +91,7 @@ def test_tokens_are_those_of_the_plain_sampler(
 ) -> None:
     """An answer of 22 tokens ends within a block of 6 and of 32. Both commits give the same."""
     recipe = recipe_of(rule, number, block_length)
-    expected = {n: pair.reference.block_answer(prompt(n, n), recipe, **pair.blocks) for n in LENGTHS}  # type: ignore[arg-type]
+    expected = {n: pair.reference.block_answer(prompt(n, n), recipe, **pair.blocks) for n in LENGTHS}
     assert engine_answers(pair.loaded, recipe, commit="separate") == expected
     assert engine_answers(pair.loaded, recipe, commit="fused") == expected
 
@@ -99,7 +99,7 @@ def test_tokens_are_those_of_the_plain_sampler(
 def test_the_references_are_worth_comparing_with(pair: Pair) -> None:
     """Not one token again and again, some answers that stop and some that do not, steps that take several tokens."""
     recipe = Recipe(max_new_tokens=30, block_length=4, rule="threshold", number=0.6)
-    answers = [pair.reference.block_answer(prompt(n, 6), recipe, **pair.blocks) for n in range(20)]  # type: ignore[arg-type]
+    answers = [pair.reference.block_answer(prompt(n, 6), recipe, **pair.blocks) for n in range(20)]
     assert len({token for answer in answers for token in answer.tokens}) > 40
     assert 1 <= sum(len(answer.tokens) < 30 for answer in answers) <= 19
     assert any(answer.steps < len(answer.tokens) * 3 / 4 for answer in answers)

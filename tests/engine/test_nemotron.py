@@ -15,7 +15,7 @@ from tests.engine.reference import Recipe, Reference
 from tests.engine.running import prompt, request
 from tests.engine.test_against_reference import LENGTHS, RULES, engine_answers, opening, recipe_of, recording
 from worker.engine import Loaded
-from worker.engine.models.decoder import shapes
+from worker.engine.models.decoder import Decoder, shapes
 from worker.engine.models.registry import model_spec
 from worker.engine.models.rope import Yarn
 
@@ -141,3 +141,15 @@ def test_look_alikes_are_unknown(architecture: str) -> None:
     """nvidia/Efficient-DLM-4B and Nemotron-Diffusion-Research-8B-v0: Qwen3's layers, other masks."""
     with pytest.raises(ModelLoadError, match=f"unknown model family '{architecture}'"):
         model_spec(NEMOTRON_3B | {"architectures": [architecture]})
+
+
+def test_the_instruct_models_context_can_be_built() -> None:
+    """A quarter of it: its queries grow, while those of the base never leave the original context."""
+    rope = NEMOTRON_3B["rope_parameters"] | {"factor": 16.0}
+    spec = model_spec(NEMOTRON_3B | {"rope_parameters": rope, "max_position_embeddings": 65536})
+    wanted = shapes(spec.decoder)
+    decoder = Decoder(spec.decoder, lambda ours: torch.empty(wanted[ours], device="meta"))
+    assert decoder.query_scale is not None
+    assert decoder.query_scale.shape == (65536, 1, 1)
+    base = model_spec(NEMOTRON_3B).decoder
+    assert Decoder(base, lambda ours: torch.empty(wanted[ours], device="meta")).query_scale is None

@@ -28,6 +28,7 @@ class BlockCausalRow(Row):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._origin = self.prompt_length % self.plan.block_length if self.spec.grid == "answer" else 0
         self.entered = False
         self._open_block(self.grid_start)
         self.state = State.PREFILLING if self.grid_start else State.DENOISING
@@ -43,7 +44,7 @@ class BlockCausalRow(Row):
 
     @property
     def context_origin(self) -> int:
-        return self.prompt_length % self.plan.block_length if self.spec.grid == "answer" else 0
+        return self._origin
 
     @property
     def most_positions(self) -> int:
@@ -51,8 +52,7 @@ class BlockCausalRow(Row):
 
     @property
     def block_end(self) -> int:
-        end = self.block_start + self.plan.block_length
-        return min(end, self.limit) if self.spec.last_block == "cut" else end
+        return self._block_end
 
     @property
     def fused(self) -> bool:
@@ -64,7 +64,7 @@ class BlockCausalRow(Row):
 
     def span(self, budget: int) -> Span:
         start, end = self._stored(), self._context_end(budget)
-        stop = self.block_end if self._block_comes_along(start, end, budget) else end
+        stop = self._block_end if self._block_comes_along(start, end, budget) else end
         return Span(
             start,
             self.canvas[start:stop],
@@ -120,15 +120,15 @@ class BlockCausalRow(Row):
     @property
     def _length(self) -> int:
         """Positions of the block that is denoised."""
-        return self.block_end - self.block_start
+        return self._block_end - self.block_start
 
     def _border(self, position: int) -> int:
         """The last border between blocks up to `position`."""
-        return max(0, position - (position - self.context_origin) % self.plan.block_length)
+        return max(0, position - (position - self._origin) % self.plan.block_length)
 
     def _next_border(self, position: int) -> int:
         """The first border behind `position`."""
-        return position + self.plan.block_length - (position - self.context_origin) % self.plan.block_length
+        return position + self.plan.block_length - (position - self._origin) % self.plan.block_length
 
     @property
     def _opens(self) -> bool:
@@ -146,7 +146,7 @@ class BlockCausalRow(Row):
 
     def _block_steps(self, start: int) -> int:
         """In proportion to the block's part of the answer, which may be small in the first and in the last block."""
-        begin, end = max(start, self.prompt_length), min(self._next_border(start), self.limit)
+        begin, end = max(start, self.prompt_length), min(start + self.plan.block_length, self.limit)
         return max(1, self._steps_until(end) - self._steps_until(begin))
 
     def _steps_until(self, position: int) -> int:
@@ -161,7 +161,8 @@ class BlockCausalRow(Row):
         return seen
 
     def _open_block(self, start: int) -> None:
-        end = min(self._next_border(start), self.limit)
+        whole, within = start + self.plan.block_length, min(start + self.plan.block_length, self.limit)
+        self._block_end = within if self.spec.last_block == "cut" else whole
+        self.canvas += [self.spec.mask_id] * (self._block_end - len(self.canvas))
         opened = self.spec.shift and start >= self.prompt_length and not self.fused  # by the forward before
-        self._begin_block(start, end - max(start, self.prompt_length) - opened)
-        self.canvas += [self.spec.mask_id] * (self.block_end - len(self.canvas))
+        self._begin_block(start, within - max(start, self.prompt_length) - opened)
