@@ -12,7 +12,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from contract.errors import BadPrompt, nearest
 
-Rule = Literal["fixed_steps", "threshold", "left_to_right", "factor", "entropy_bound", "klass", "joint_threshold"]
+Rule = Literal[
+    "fixed_steps",
+    "threshold",
+    "left_to_right",
+    "factor",
+    "entropy_bound",
+    "entropy_threshold",
+    "klass",
+    "joint_threshold",
+]
 CacheKind = Literal["none", "prefix", "dual"]
 Commit = Literal["separate", "fused"]
 Truncate = Literal["left", "middle"]
@@ -29,6 +38,7 @@ class SamplingParams(BaseModel):
     threshold: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     factor: Annotated[float, Field(gt=0.0)] | None = None
     entropy_bound: Annotated[float, Field(ge=0.0)] | None = None
+    entropy_threshold: Annotated[float, Field(gt=0.0)] | None = None
     kl_threshold: Annotated[float, Field(gt=0.0)] | None = None
     edit_threshold: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     block_length: Annotated[int, Field(ge=1, le=4096)] | None = None
@@ -77,6 +87,7 @@ class SamplingParams(BaseModel):
 RULE_OF: dict[str, Rule] = {
     "denoise_steps": "fixed_steps",
     "factor": "factor",
+    "entropy_threshold": "entropy_threshold",
     "kl_threshold": "klass",
     "edit_threshold": "joint_threshold",
 }

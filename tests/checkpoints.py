@@ -35,12 +35,25 @@ class Shape:
     kv_heads: int = KV_HEADS
     qkv_bias: float = 0.0  # standard deviation of the biases; 0: there are none
     qk_norm: bool = False
+    yarn: bool = False
 
 
 LLAMA = Shape()
 QWEN2 = Shape(qkv_bias=0.2)
 QWEN2_CALM = Shape(qkv_bias=0.1)  # with blocks of its own, where float32's rounding grows faster
 QWEN3 = Shape(head_dim=24, qk_norm=True)  # heads * head_dim is not the hidden size, as published
+MINISTRAL3 = Shape(head_dim=24, yarn=True)
+YARN = {
+    "rope_type": "yarn",
+    "factor": 16.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+"""As published with the instruct model, but for the original context, which answers of a test must leave."""
 
 SPECIALS = {STOP: "<|end|>", MASK: "<|mask|>", TURN: "<|turn|>"}
 CHAT_TEMPLATE = (
@@ -390,6 +403,122 @@ def llada2(
     }
     weights = _fused(random_expert_weights(seed, QWEN3, first=1, down_gain=2.0)) | _llada2_extras(seed)
     return _write(folder, config, {_llada2_name(name): w for name, w in weights.items()}, tokenizer, chat_template)
+
+
+def dream_reasoner(
+    folder: Path, *, seed: int = 0, tokenizer: bool = True, chat_template: bool = False, max_positions: int = 512
+) -> Path:
+    """Write a block-causal model in DreamReasoner's layout (Qwen3's, blocks of 32, Dream's tokenizer) to `folder`."""
+    config = {
+        "architectures": ["DreamForCausalLM"],
+        "auto_map": {
+            "AutoConfig": "configuration_dream.DreamConfig",
+            "AutoModelForCausalLM": "modeling_dream.DreamForCausalLM",
+        },
+        "model_type": "Dream",
+        "mask_token_id": MASK,
+        "block_size": 32,
+        **_llama_fields(QWEN3, max_positions),
+    }
+    _write(folder, config, random_weights(seed, QWEN3), False, False)
+    if tokenizer:
+        _write_dream_tokenizer(folder, chat_template)
+    return folder
+
+
+def stable_diffcoder(
+    folder: Path, *, seed: int = 0, tokenizer: bool = True, chat_template: bool = False, max_positions: int = 512
+) -> Path:
+    """Write a block-causal model in Stable-DiffCoder's layout (Llama's, by `model_type` too) to `folder`.
+
+    The mask id, which published configs leave out, is a byte here, so it is named.
+    """
+    config = {
+        "architectures": ["StableDiffcoderForCausalLM"],
+        "auto_map": {"AutoModelForCausalLM": "modeling_stable_diffcoder.StableDiffcoderForCausalLM"},
+        "model_type": "llama",
+        "mask_token_id": MASK,
+        "mlp_bias": False,
+        **_llama_fields(LLAMA, max_positions),
+        "head_dim": None,
+    }
+    return _write(folder, config, random_weights(seed), tokenizer, chat_template)
+
+
+def nemotron(
+    folder: Path, *, seed: int = 0, tokenizer: bool = True, chat_template: bool = False, max_positions: int = 512
+) -> Path:
+    """Write a model in Nemotron-Labs-Diffusion's layout (Ministral 3's under other names, YaRN) to `folder`."""
+    config = {
+        "architectures": ["NemotronLabsDiffusionModel"],
+        "auto_map": {
+            "AutoConfig": "configuration_nemotron_labs_diffusion.NemotronLabsDiffusionConfig",
+            "AutoModel": "modeling_nemotron_labs_diffusion.NemotronLabsDiffusionModel",
+        },
+        "model_type": "nemotron_labs_diffusion",
+        "mask_token_id": MASK,
+        "block_size": 32,
+        "dlm_paradigm": "bidirectional",
+        "mlp_bias": False,
+        "sliding_window": None,
+        **_llama_fields(MINISTRAL3, max_positions),
+    }
+    weights = {
+        name.replace("model.", "encoder.", 1).replace("lm_head.", "diffusion_head."): weight
+        for name, weight in random_weights(seed, MINISTRAL3).items()
+    }
+    return _write(folder, config, weights, tokenizer, chat_template)
+
+
+def wedlm(
+    folder: Path,
+    *,
+    seed: int = 0,
+    tokenizer: bool = True,
+    chat_template: bool = False,
+    max_positions: int = 512,
+    shape: Shape = QWEN3,
+) -> Path:
+    """Write a causal model in WeDLM's layout, that of the 8B or (`shape` QWEN2) of the 7B, to `folder`."""
+    config = {
+        "architectures": ["WeDLMForCausalLM"],
+        "auto_map": {
+            "AutoConfig": "configuration_wedlm.WeDLMConfig",
+            "AutoModelForCausalLM": "modeling_wedlm.WeDLMForCausalLM",
+        },
+        "model_type": "wedlm",
+        "mask_token_id": MASK,
+        **_llama_fields(shape, max_positions),
+        "attention_bias": bool(shape.qkv_bias),
+        "qk_norm": shape.qk_norm,
+    }
+    return _write(folder, config, random_weights(seed, shape), tokenizer, chat_template)
+
+
+def rope_parameters(shape: Shape) -> dict[str, Any]:
+    """As transformers writes them."""
+    return {"rope_type": "default", "rope_theta": ROPE_THETA, **(YARN if shape.yarn else {})}
+
+
+def _llama_fields(shape: Shape, max_positions: int) -> dict[str, Any]:
+    return {
+        "bos_token_id": STOP,
+        "eos_token_id": STOP,
+        "vocab_size": VOCABULARY,
+        "hidden_act": "silu",
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": shape.head_dim,
+        "rms_norm_eps": NORM_EPS,
+        "rope_parameters": rope_parameters(shape),
+        "max_position_embeddings": max_positions,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "use_cache": False,
+    }
 
 
 def random_weights(seed: int, shape: Shape = LLAMA) -> dict[str, Tensor]:

@@ -118,10 +118,11 @@ def applied_params(finished: Finished) -> dict[str, Any]:
         "fixed_steps": {"denoise_steps": plan.denoise_steps},
         "factor": {"factor": plan.number},
         "entropy_bound": {"entropy_bound": plan.number},
+        "entropy_threshold": {"entropy_threshold": plan.number},
         "klass": {"threshold": plan.number, "kl_threshold": plan.bound},
         "joint_threshold": {"threshold": plan.number, "edit_threshold": plan.bound},
     }.get(plan.rule, {"threshold": plan.number})
-    by_attention: dict[str, Any] = {"commit": plan.commit}
+    by_attention: dict[str, Any] = {} if plan.attention == "causal" else {"commit": plan.commit}
     if plan.attention == "bidirectional":
         by_attention = {"cache": plan.cache} | ({"cache_refresh": plan.cache_refresh} if plan.cache != "none" else {})
     return {

@@ -46,6 +46,7 @@ def test_a_name_like_no_other_is_named_alone() -> None:
         ("threshold", 0.0),
         ("threshold", 1.1),
         ("entropy_bound", -0.1),
+        ("entropy_threshold", 0),
         ("factor", 0),
         ("factor", "much"),
         ("kl_threshold", 0),

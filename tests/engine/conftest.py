@@ -45,6 +45,30 @@ def shifted(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     return _loaded(checkpoints.fast_dllm_v2(tmp_path_factory.mktemp("shifted"), tokenizer=False))
 
 
+@pytest.fixture(scope="session")
+def bd3lm(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    """A model in A2D Qwen3's layout whose name says `bd3lm`: block-causal, the answer begins with a block."""
+    return _loaded(checkpoints.a2d_qwen3(tmp_path_factory.mktemp("bd3lm"), tokenizer=False))
+
+
+@pytest.fixture(scope="session")
+def cut(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    """A model in Stable-DiffCoder's layout: block-causal, the last block ends with the answer."""
+    return _loaded(checkpoints.stable_diffcoder(tmp_path_factory.mktemp("cut"), tokenizer=False))
+
+
+@pytest.fixture(scope="session")
+def nemotron(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    """A model in Nemotron-Labs-Diffusion's layout: causal context, not shifted, YaRN."""
+    return _loaded(checkpoints.nemotron(tmp_path_factory.mktemp("nemotron"), tokenizer=False))
+
+
+@pytest.fixture(scope="session")
+def wedlm(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    """A model in WeDLM's layout: causal, masks put in last."""
+    return _loaded(checkpoints.wedlm(tmp_path_factory.mktemp("wedlm"), tokenizer=False))
+
+
 @pytest.fixture(scope="session", params=["causal", "block_causal", "bidirectional"])
 def either(request: pytest.FixtureRequest) -> Loaded:
     """Every attention kind in turn."""

@@ -1,7 +1,7 @@
 """A plain, slow sampler of every attention kind, to hold the engine against.
 
-One prompt, no cache: every step recomputes the whole canvas through transformers' Llama, Qwen2 or Qwen3 under an
-explicit mask, and every rule is a few lines over lists. It shares no code with the engine.
+One prompt, no cache: every step recomputes the whole canvas through transformers' Llama, Qwen2, Qwen3 or Ministral 3
+under an explicit mask, and every rule is a few lines over lists. It shares no code with the engine.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from torch import Tensor
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -30,6 +32,7 @@ CLASSES: dict[checkpoints.Shape, Any] = {
     checkpoints.QWEN2: (Qwen2Config, Qwen2ForCausalLM),
     checkpoints.QWEN2_CALM: (Qwen2Config, Qwen2ForCausalLM),
     checkpoints.QWEN3: (Qwen3Config, Qwen3ForCausalLM),
+    checkpoints.MINISTRAL3: (Ministral3Config, Ministral3ForCausalLM),
 }
 
 
@@ -85,7 +88,7 @@ class Snapshot:
 class Reference:
     """The weights of `checkpoints` under one seed, computed by transformers. `shift`: position p is read at p - shift.
 
-    The causal answers are always shifted by one.
+    Answers of blocks are told their shift by the caller.
     """
 
     def __init__(
@@ -107,7 +110,7 @@ class Reference:
             num_key_value_heads=checkpoints.KV_HEADS,
             head_dim=shape.head_dim,
             rms_norm_eps=checkpoints.NORM_EPS,
-            rope_parameters={"rope_theta": checkpoints.ROPE_THETA, "rope_type": "default"},
+            rope_parameters=checkpoints.rope_parameters(shape),
             max_position_embeddings=max_positions,
             tie_word_embeddings=tied,
             attn_implementation="eager",
@@ -136,10 +139,20 @@ class Reference:
         visible[block_start:] = True
         return self.logits(canvas, list(range(length)), visible)
 
-    def block_logits(self, canvas: list[int], block_length: int) -> Tensor:
-        """Everybody sees the blocks before its own and all of its own; blocks lie on a grid from position 0."""
-        blocks = torch.arange(len(canvas)) // block_length
+    def block_logits(self, canvas: list[int], block_length: int, origin: int = 0) -> Tensor:
+        """Everybody sees the blocks before its own and all of its own; whole blocks lie on a grid from `origin`."""
+        blocks = torch.tensor([math.floor((position - origin) / block_length) for position in range(len(canvas))])
         return self.logits(canvas, list(range(len(canvas))), blocks[:, None] >= blocks[None, :])
+
+    def ordered_logits(self, canvas: list[int], prompt_length: int) -> Tensor:
+        """Everybody sees what is put in before it: what is known, then the masks behind the prompt."""
+        masks = masked(canvas, prompt_length, len(canvas))
+        order = [position for position in range(len(canvas)) if position not in masks] + masks
+        visible = torch.ones(len(canvas), len(canvas), dtype=torch.bool).tril()
+        logits = self.logits([canvas[position] for position in order], order, visible)
+        out = torch.empty_like(logits)
+        out[order] = logits
+        return out
 
     def full_logits(self, canvas: list[int]) -> Tensor:
         """Everybody sees everybody."""
@@ -170,8 +183,8 @@ class Reference:
         out[start:end] = logits[-(end - start) :]
         return out
 
-    def causal_answer(self, prompt: tuple[int, ...], recipe: Recipe) -> Answer:
-        """Blocks after a causal context, predictions shifted by one; an answer never runs past its limit."""
+    def causal_answer(self, prompt: tuple[int, ...], recipe: Recipe, shift: int = 1) -> Answer:
+        """Blocks after a causal context, which predicts their first slot; an answer never runs past its limit."""
         canvas, limit, steps = list(prompt), len(prompt) + recipe.max_new_tokens, 0
         while len(canvas) < limit:
             start, block = len(canvas), (len(canvas) - len(prompt)) // recipe.block_length
@@ -184,14 +197,14 @@ class Reference:
                     break
                 logits = self.causal_logits(canvas, start)
                 where = candidates(canvas, start, start + 1, min(limit, len(canvas)), recipe)
-                diary.guesses.append([guess(logits[p - 1], p, canvas[p]) for p in where])
+                diary.guesses.append([guess(logits[p - shift], p, canvas[p]) for p in where])
                 step(canvas, diary, recipe, quota)
                 steps += 1
             if ended(canvas, len(prompt), limit):
                 break
         return Answer(cut(canvas, len(prompt), limit), steps)
 
-    def fused_answer(self, prompt: tuple[int, ...], recipe: Recipe) -> Answer:
+    def fused_answer(self, prompt: tuple[int, ...], recipe: Recipe, shift: int = 1) -> Answer:
         """As `causal_answer`, but the first slot is decided in the block's first step, while it is still masked."""
         canvas, limit, steps = list(prompt), len(prompt) + recipe.max_new_tokens, 0
         while len(canvas) < limit and not ended(canvas, len(prompt), limit):
@@ -207,24 +220,38 @@ class Reference:
                 # The first slot is read from the context, which never sees the block.
                 first = start if canvas[start] == checkpoints.MASK else start + 1
                 where = candidates(canvas, start, first, min(limit, len(canvas)), recipe)
-                diary.guesses.append([guess(logits[p - 1], p, canvas[p]) if p > start else opening for p in where])
+                diary.guesses.append([guess(logits[p - shift], p, canvas[p]) if p > start else opening for p in where])
                 step(canvas, diary, recipe, quota)
                 steps += 1
         return Answer(cut(canvas, len(prompt), limit), steps)
 
-    def block_answer(self, prompt: tuple[int, ...], recipe: Recipe, shift: int = 0, fused: bool = False) -> Answer:
+    def block_answer(
+        self,
+        prompt: tuple[int, ...],
+        recipe: Recipe,
+        shift: int = 0,
+        fused: bool = False,
+        grid: str = "text",
+        last_block: str = "whole",
+    ) -> Answer:
         """Blocks on a grid from position 0: the prompt's end, where it ends within a block, begins the first one.
 
         Shifted, a whole block's first slot is read at the end of the block before; `fused`: in its first step.
+        `grid: answer`: the first block is the prompt's, and as long as lets another one begin with the answer.
+        `last_block: cut`: it ends with the answer.
         """
         canvas, limit, steps = list(prompt), len(prompt) + recipe.max_new_tokens, 0
-        grid = len(prompt) - len(prompt) % recipe.block_length
-        for block, start in enumerate(range(grid, limit, recipe.block_length)):
+        rest = len(prompt) % recipe.block_length
+        origin, first_start = (rest, len(prompt)) if grid == "answer" else (0, len(prompt) - rest)
+        for block, start in enumerate(range(first_start, limit, recipe.block_length)):
             canvas += [checkpoints.MASK] * (start + recipe.block_length - len(canvas))
+            if last_block == "cut":
+                del canvas[limit:]
             begin, end = max(start, len(prompt)), min(limit, len(canvas))
             masks, opening = end - begin, None
             if shift and begin == start:
-                opening = guess(self.block_logits(canvas, recipe.block_length)[start - 1], start, checkpoints.MASK)
+                before = self.block_logits(canvas, recipe.block_length, origin)[start - 1]
+                opening = guess(before, start, checkpoints.MASK)
                 opening = replace(opening, confidence=1.0, entropy=0.0)  # taken at once
                 if not fused:
                     canvas[start], masks = opening.token, masks - 1
@@ -233,7 +260,7 @@ class Reference:
             for quota in quotas(recipe, block, masks, share=part[1] - part[0]):
                 if settled(diary, recipe) and (ended(canvas, len(prompt), limit) or not masked(canvas, begin, end)):
                     break
-                logits = self.block_logits(canvas, recipe.block_length)
+                logits = self.block_logits(canvas, recipe.block_length, origin)
                 first = begin + 1 if opening and canvas[start] != checkpoints.MASK else begin
                 where = candidates(canvas, begin, first, end, recipe)
                 guesses = [guess(logits[p - shift], p, canvas[p]) for p in where]
@@ -242,6 +269,29 @@ class Reference:
                 steps += 1
             if ended(canvas, len(prompt), limit):
                 break
+        return Answer(cut(canvas, len(prompt), limit), steps)
+
+    def ordered_answer(self, prompt: tuple[int, ...], recipe: Recipe) -> Answer:
+        """A window of `block_length` positions, what is known of it put in before its masks.
+
+        It begins behind what was known without a gap when the last step began, and reaches one length further while
+        it holds no mask.
+        """
+        canvas, start, limit, steps = list(prompt), len(prompt), len(prompt) + recipe.max_new_tokens, 0
+        diary = Diary()
+        while not ended(canvas, len(prompt), limit) and (len(canvas) < limit or masked(canvas, start, limit)):
+            end = min(limit, start + recipe.block_length)
+            if len(canvas) >= end and not masked(canvas, start, end):
+                end = min(limit, end + recipe.block_length)
+            canvas += [checkpoints.MASK] * (end - len(canvas))
+            logits = self.ordered_logits(canvas, len(prompt))
+            where = masked(canvas, start, end)
+            diary.guesses.append([guess(logits[p], p, checkpoints.MASK) for p in where])
+            even = int(recipe.number)
+            quota = recipe.max_new_tokens // even + (steps < recipe.max_new_tokens % even) if even else 0
+            step(canvas, diary, recipe, quota)
+            steps += 1
+            start = where[0]
         return Answer(cut(canvas, len(prompt), limit), steps)
 
     def bidirectional_answer(self, prompt: tuple[int, ...], recipe: Recipe, cache: str, refresh: int = 1) -> Answer:
@@ -351,6 +401,10 @@ def accepted(past: list[list[Guess]], recipe: Recipe, quota: int) -> list[Guess]
         return [
             one for one in guesses if one.confidence > recipe.number and steady(one.position, past, recipe.bound)
         ] or best_first[:1]
+    if recipe.rule == "entropy_threshold":
+        charged = {one.position: one.entropy + 0.02 * (one.position - guesses[0].position) for one in guesses}
+        least = min(guesses, key=lambda one: charged[one.position])
+        return [one for one in guesses if charged[one.position] < recipe.number] or [least]
     if recipe.rule == "left_to_right":
         taken = guesses[:1]
         for one in guesses[1:]:

@@ -27,6 +27,8 @@ RULES = (
     ("left_to_right", 0.5),
     ("entropy_bound", 0.1),
     ("entropy_bound", 2.0),
+    ("entropy_threshold", 0.4),
+    ("entropy_threshold", 2.0),
     ("factor", 1.0),
     ("factor", 2.5),
     ("klass", (0.9, 0.01)),
@@ -37,6 +39,7 @@ RULES = (
 NAMES = {
     "fixed_steps": ("denoise_steps",),
     "entropy_bound": ("entropy_bound",),
+    "entropy_threshold": ("entropy_threshold",),
     "factor": ("factor",),
     "klass": ("threshold", "kl_threshold"),
     "joint_threshold": ("threshold", "edit_threshold"),

@@ -77,11 +77,43 @@ def test_tokens_are_the_same_alone_and_in_any_mix_when_bidirectional(
     hold(bidirectional, mix, max_rows, max_step_tokens)
 
 
+@bounded
+@given(mix=mixes, max_rows=st.integers(1, 8), max_step_tokens=st.sampled_from(BUDGETS))
+def test_tokens_are_the_same_alone_and_in_any_mix_of_blocks_that_are_counted_from_the_answer(
+    bd3lm: Loaded, mix: list[Guest], max_rows: int, max_step_tokens: int
+) -> None:
+    hold(bd3lm, mix, max_rows, max_step_tokens)
+
+
+@bounded
+@given(mix=mixes, max_rows=st.integers(1, 8), max_step_tokens=st.sampled_from(BUDGETS))
+def test_tokens_are_the_same_alone_and_in_any_mix_of_rows_whose_last_block_is_cut(
+    cut: Loaded, mix: list[Guest], max_rows: int, max_step_tokens: int
+) -> None:
+    hold(cut, mix, max_rows, max_step_tokens)
+
+
+@bounded
+@given(mix=mixes, max_rows=st.integers(1, 8), max_step_tokens=st.sampled_from(BUDGETS))
+def test_tokens_are_the_same_alone_and_in_any_mix_of_unshifted_blocks_after_a_causal_context(
+    nemotron: Loaded, mix: list[Guest], max_rows: int, max_step_tokens: int
+) -> None:
+    hold(nemotron, mix, max_rows, max_step_tokens)
+
+
+@bounded
+@given(mix=mixes, max_rows=st.integers(1, 8), max_step_tokens=st.sampled_from(BUDGETS))
+def test_tokens_are_the_same_alone_and_in_any_mix_of_causal_rows(
+    wedlm: Loaded, mix: list[Guest], max_rows: int, max_step_tokens: int
+) -> None:
+    hold(wedlm, mix, max_rows, max_step_tokens)
+
+
 def test_the_pool_holds_every_kind_of_prompt() -> None:
     """The property is worth as much as the prompts that it ranges over."""
-    for attention in ("causal_context", "block_causal", "bidirectional"):
+    for attention in ("causal", "causal_context", "block_causal", "bidirectional"):
         params = [pool_request(attention, which).params for which in range(PROMPTS)]
-        assert {one.rule for one in params} == set(RULES)
+        assert {one.rule for one in params} == set(rules_of(attention))
         assert 5 < sum(one.temperature > 0 for one in params) < PROMPTS - 5
     assert {one.cache for one in params} == {"none", "prefix", "dual"}
     assert any(len(pool_request(attention, which).prompt_ids) > 128 for which in range(PROMPTS))
@@ -122,11 +154,16 @@ def outcome(finished: Finished) -> Finished:
     return replace(finished, seconds=0.0, positions=0)
 
 
+def rules_of(attention: str) -> list[str]:
+    """Those that make sense: a window of masks has no blocks to edit."""
+    return [rule for rule in RULES if attention != "causal" or rule != "joint_threshold"]
+
+
 @cache
 def pool_request(attention: str, which: int) -> Request:
     """Prompt number `which`: fixed once, so that mixes differ in their make-up and every lonely run is made once."""
     draw = random.Random(which)
-    rule = draw.choice(RULES)
+    rule = draw.choice(rules_of(attention))
     params: dict[str, Any] = {"rule": rule, "max_new_tokens": draw.randint(1, 30)}
     params["block_length"] = draw.choice([1, 2, 4, 7, 16])
     if rule == "fixed_steps":
@@ -135,6 +172,8 @@ def pool_request(attention: str, which: int) -> Request:
         params["entropy_bound"] = draw.choice([0.0, 0.1, 1.0, 5.0])
     elif rule == "factor":
         params["factor"] = draw.choice([0.5, 1.0, 3.0])
+    elif rule == "entropy_threshold":
+        params["entropy_threshold"] = draw.choice([0.1, 0.4, 2.0])
     else:
         params["threshold"] = draw.choice([0.3, 0.6, 0.9, 1.0])
     if rule == "joint_threshold":
@@ -148,7 +187,7 @@ def pool_request(attention: str, which: int) -> Request:
         params["cache"] = draw.choice(["none", "prefix", "dual"])
         if params["cache"] != "none":
             params["cache_refresh"] = draw.choice([1, 2, 3])
-    else:
+    elif attention != "causal":
         params["commit"] = draw.choice(["separate", "fused"])
     length = draw.choice([draw.randint(1, 12), draw.randint(1, 60), draw.randint(100, LONGEST)])
     shared = prompt(-1, draw.choice([0, 16, 40, 120]))  # some prompts begin alike

@@ -25,12 +25,14 @@ def accepted(
     bound: float = 0.0,
     placed: list[int] | None = None,
     differs: list[int] | None = None,
+    distances: list[int] | None = None,
 ) -> list[int]:
     """Indices that `rule` accepts in one row, which stands between two others to see that rows stay apart."""
     width = len(confidences) + padding
     entropies = entropies or [1 - c for c in confidences]
     divergences = divergences or [0.0] * len(confidences)
     placed, differs = placed or [0] * len(confidences), differs or [1] * len(confidences)
+    distances = distances or list(range(len(confidences)))
     seen = Candidates(
         confidence=torch.tensor([[0.5] * width, confidences + [-torch.inf] * padding, [0.99] * width]),
         valid=torch.tensor([[True] * width, [True] * len(confidences) + [False] * padding, [True] * width]),
@@ -38,6 +40,7 @@ def accepted(
         bound=torch.tensor([[bound], [bound], [bound]]),
         entropy=torch.tensor([[0.5] * width, entropies + [torch.inf] * padding, [0.01] * width]),
         divergence=torch.tensor([[0.0] * width, divergences + [torch.inf] * padding, [torch.inf] * width]),
+        distance=torch.tensor([[0] * width, distances + [0] * padding, [0] * width]).float(),
         placed=torch.tensor([[0] * width, placed + [0] * padding, [0] * width]).bool(),
         differs=torch.tensor([[1] * width, differs + [1] * padding, [1] * width]).bool(),
     )
@@ -129,6 +132,23 @@ def test_joint_threshold_fills_and_edits(
     assert taken == expected
 
 
+@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize(
+    ("entropies", "distances", "expected"),
+    [
+        ([0.3, 0.5, 1.2, 0.2, 2.0], [0, 1, 3, 5, 7], [0, 3]),
+        ([0.35, 0.36, 0.37, 0.38], [0, 1, 2, 3], [0, 1]),  # 0.37 + 2 · 0.02 is more than 0.4
+        ([0.39, 0.1, 0.1], [0, 16, 14], [0, 2]),
+        ([0.9, 0.85, 0.84], [0, 1, 4], [1]),  # none is below: the least of 0.9, 0.87, 0.92
+    ],
+)
+def test_entropy_threshold_charges_for_distance(
+    entropies: list[float], distances: list[int], expected: list[int], padding: int
+) -> None:
+    sure = [0.5] * len(entropies)
+    assert accepted("entropy_threshold", 0.4, sure, entropies, padding, bound=0.02, distances=distances) == expected
+
+
 def test_history_tells_the_larger_of_the_last_two_moves() -> None:
     """By hand: KL((3/4, 1/4) from (1/2, 1/2)) = 0.1308, and of staying where one is 0."""
     even, uneven = torch.tensor([0.5, 0.5]).log(), torch.tensor([0.75, 0.25]).log()
@@ -142,7 +162,8 @@ def test_history_tells_the_larger_of_the_last_two_moves() -> None:
     assert moved(1, [7, 8, 9], uneven, even, even) == [torch.inf] * 3  # one move seen, two are asked for
     assert moved(1, [7, 9], uneven, even) == pytest.approx([0.1308, 0.0], abs=1e-4)
     assert moved(1, [7, 9], uneven, uneven) == pytest.approx([0.0, 0.1308], abs=1e-4)
-    assert moved(1, [10], even) == [torch.inf]  # the next block
+    assert moved(1, [9, 10], uneven, even) == pytest.approx([0.1308, torch.inf], abs=1e-4)  # a window that moved
+    assert moved(1, [11], even) == [torch.inf]  # the next block
     history.release(1)
     history.release(2)
     assert len(history) == 0
@@ -192,4 +213,5 @@ def test_quota_by_hand() -> None:
 def test_rules_ask_only_for_what_they_use() -> None:
     assert {name for name, rule in RULES.items() if rule.needs_history} == {"klass"}
     assert {name for name, rule in RULES.items() if rule.edits} == {"joint_threshold"}
-    assert {name for name, rule in RULES.items() if rule.needs_entropy} == {"entropy_bound"}
+    assert {name for name, rule in RULES.items() if rule.needs_entropy} == {"entropy_bound", "entropy_threshold"}
+    assert {name for name, rule in RULES.items() if rule.needs_distance} == {"entropy_threshold"}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
 from contract.sampling import RULE_OF, Rule, parse_params
-from tests.checkpoints import llada
+from tests.checkpoints import llada, wedlm
 from worker.engine import Engine, Finished, Loaded, Request, load
 from worker.model import applied_params
 
@@ -33,3 +34,10 @@ def test_sent_again_they_give_the_same_plan(loaded: Loaded, rule: Rule) -> None:
         again = answer(loaded, applied_params(first))
         assert (again.plan, again.token_ids) == (first.plan, first.token_ids)
         assert {**own, "rule": rule}.keys() <= applied_params(first).keys()
+
+
+def test_a_causal_row_names_neither_cache_nor_commit(tmp_path: Path) -> None:
+    loaded = load(wedlm(tmp_path, tokenizer=False), "cpu", "float32")
+    first = answer(loaded, {"max_new_tokens": 6, "seed": 4})
+    again = answer(loaded, applied_params(first))
+    assert (again.plan, again.token_ids) == (first.plan, first.token_ids)

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from contract.errors import UsageError
 from contract.sampling import SamplingParams
 from contract.settings import WorkerSettings
-from tests.checkpoints import MASK, llada, llama_block, sdar
+from tests.checkpoints import MASK, a2d_qwen3, llada, llama_block, nemotron, sdar, stable_diffcoder, wedlm
 from worker.bench import prompts, scale, series
 from worker.bench.autoregressive import Autoregressive
 from worker.bench.causal import Causal
@@ -242,14 +242,29 @@ def test_continuous_and_barrier_give_the_same_answers(workload: Workload) -> Non
     assert together.stats.steps < batched.stats.steps
 
 
-@pytest.mark.parametrize("family", [llama_block, llada, sdar])
-def test_the_plain_sampler_is_the_engine_with_one_token_a_step(family: Callable[..., Path], tmp_path: Path) -> None:
-    loaded = load(family(tmp_path / "m"), "cpu", "float32", threads=1)
+@pytest.mark.parametrize(
+    ("family", "block_length", "shortest"),
+    [
+        (llama_block, 4, 9),
+        (llada, 32, 9),
+        (sdar, 4, 9),
+        (stable_diffcoder, 4, 10),
+        (a2d_qwen3, 4, 8),
+        (nemotron, 4, 9),
+        (wedlm, 32, 9),
+    ],
+)
+def test_the_plain_sampler_is_the_engine_with_one_token_a_step(
+    family: Callable[..., Path], block_length: int, shortest: int, tmp_path: Path
+) -> None:
+    """At lengths whose last block ends with the answer, or is one token: there the plain sampler ends."""
+    loaded = load(family(tmp_path / "bd3lm"), "cpu", "float32", threads=1)
     for seed in range(4):
-        length = 9 + 4 * seed
-        request = Request(seed, tuple(range(60 + seed, 71 + seed)), SamplingParams(max_new_tokens=length))
+        length = shortest + 4 * seed
+        params = SamplingParams(max_new_tokens=length, block_length=block_length)
+        request = Request(seed, tuple(range(60 + seed, 71 + seed)), params)
         done = continuous(Engine(loaded.spec, loaded.decoder, 1), [full_step(request)]).finished[seed]
-        assert Sampler(loaded).answer(request.prompt_ids, length) == done.token_ids
+        assert Sampler(loaded).answer(request.prompt_ids, length, block_length) == done.token_ids
 
 
 def test_the_reference_counts_the_engines_tokens_and_its_own_time(workload: Workload) -> None:

@@ -31,6 +31,10 @@ FAMILIES = [
     checkpoints.llada_moe,
     checkpoints.llada2,
     checkpoints.sdar_moe,
+    checkpoints.dream_reasoner,
+    checkpoints.stable_diffcoder,
+    checkpoints.nemotron,
+    checkpoints.wedlm,
 ]
 MODULES = ("configuration_trap.py", "modeling_trap.py", "tokenization_trap.py", "__init__.py", "setup.py")
 

@@ -3,8 +3,8 @@
 Each step computes the whole canvas (prompt and all answer positions) with logits at every position, and places the
 surest token of the leftmost block that still holds a mask: `generate` of LLaDA (Nie et al., 2025), with softmax in
 float32 instead of float64. Models with a causal context see finished text causally and the active block whole,
-block-causal ones whole blocks up to their own; where such models are read one position to the left, a block's first
-slot is found first.
+block-causal ones whole blocks up to their own; where a block's first slot is read before the block, it is found first.
+Causal models see all that is known and the masks before their own, in blocks too, where the engine has a window.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Sampler:
     def steps(self, prompt_ids: tuple[int, ...], max_new_tokens: int, block_length: int = 0) -> Iterator[Tensor]:
         """The canvas (P + max_new_tokens,) after each of the `max_new_tokens` steps."""
         first, block_length = len(prompt_ids), block_length or self._spec.block_length
-        grid = first % block_length if self._spec.attention == "block_causal" else 0  # prompt in the first block
+        on_grid = self._spec.attention == "block_causal" and self._spec.grid == "text"
+        grid = first % block_length if on_grid else 0  # prompt in the first block
         canvas = torch.tensor([*prompt_ids, *[self._spec.mask_id] * max_new_tokens], device=self._decoder.device)
         for number in range(max_new_tokens):
             start = first - grid + (grid + number) // block_length * block_length
@@ -51,16 +52,20 @@ class Sampler:
         return tuple(tokens[:end])
 
     def _step(self, canvas: Tensor, start: int, end: int, block_length: int) -> None:
-        mask = self._visible(len(canvas), start, end, block_length)
-        logits = self.logits(canvas, mask).float()  # (T, V)
+        masked = canvas == self._spec.mask_id
+        logits = self.logits(canvas, self._visible(masked, start, end, block_length)).float()  # (T, V)
         logits[:, self._spec.mask_id] = -torch.inf
         confidence, x0 = logits.softmax(-1).max(-1)  # (T,) each
         if self._spec.shift:
             confidence, x0 = confidence.roll(1), x0.roll(1)
-        masked = canvas == self._spec.mask_id
+        elif self._spec.attention == "causal_context":
+            x0[start] = x0[start - 1]
         candidates = torch.zeros_like(masked)
         candidates[start:end] = masked[start:end]
-        if self._spec.attention != "bidirectional" and self._spec.shift and bool(masked[start]):
+        opened = self._spec.attention == "causal_context" or (
+            self._spec.attention == "block_causal" and self._spec.shift
+        )
+        if opened and bool(masked[start]):
             candidates[start + 1 : end] = False
         best = confidence.masked_fill(~candidates, -1.0).argmax()
         canvas[best] = x0[best]
@@ -79,12 +84,17 @@ class Sampler:
         positions = torch.arange(len(tokens), device=tokens.device)
         return self._decoder.head(self._decoder.hidden(tokens, positions, attend, wanted=positions))
 
-    def _visible(self, length: int, start: int, end: int, block_length: int) -> Tensor | None:
+    def _visible(self, masked: Tensor, start: int, end: int, block_length: int) -> Tensor | None:
         if self._spec.attention == "bidirectional":
             return None
+        length = len(masked)
+        positions = torch.arange(length, device=self._decoder.device)
         if self._spec.attention == "block_causal":
-            blocks = torch.arange(length, device=self._decoder.device) // block_length
+            blocks = (positions - start % block_length) // block_length
             return blocks[:, None] >= blocks
+        if self._spec.attention == "causal":
+            order = positions + length * masked
+            return order[:, None] >= order
         visible = torch.ones(length, length, dtype=torch.bool, device=self._decoder.device).tril()
         visible[start:end, start:end] = True
         return visible

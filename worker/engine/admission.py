@@ -8,13 +8,14 @@ from contract.errors import BadPrompt
 from contract.sampling import Rule, SamplingParams
 from worker.engine.bidirectional import BidirectionalRow
 from worker.engine.block_causal import BlockCausalRow
+from worker.engine.causal import CausalRow
 from worker.engine.causal_context import CausalContextRow
 from worker.engine.models.spec import ModelSpec
 from worker.engine.request import Plan, Request
 from worker.engine.sequence import Row
-from worker.engine.unmasking import DEFAULT_BOUNDS, DEFAULT_NUMBERS
+from worker.engine.unmasking import DEFAULT_BOUNDS, DEFAULT_NUMBERS, RULES
 
-ROWS: dict[str, type[Row]] = {row.KIND: row for row in (CausalContextRow, BlockCausalRow, BidirectionalRow)}
+ROWS: dict[str, type[Row]] = {row.KIND: row for row in (CausalContextRow, BlockCausalRow, BidirectionalRow, CausalRow)}
 
 
 def admit(key: int, request: Request, spec: ModelSpec) -> Row:
@@ -32,8 +33,8 @@ def admit(key: int, request: Request, spec: ModelSpec) -> Row:
 class Context:
     """How many positions there are for prompt and answer.
 
-    A causal context needs room for a last whole block after the prompt; with block-causal attention the context holds
-    whole blocks, the prompt's included.
+    A causal context needs room for a last whole block after the prompt, and so does a grid that begins there; with
+    block-causal attention the context else holds whole blocks, the prompt's included, unless the last one is cut.
     """
 
     usable: int
@@ -42,8 +43,10 @@ class Context:
     @classmethod
     def of(cls, spec: ModelSpec, block_length: int) -> Context:
         context = spec.decoder.max_positions
-        least = block_length if spec.attention == "causal_context" else 1
-        usable = context // block_length * block_length if spec.attention == "block_causal" else context
+        whole_blocks = spec.attention == "block_causal" and spec.last_block == "whole"
+        from_answer = spec.attention == "causal_context" or (whole_blocks and spec.grid == "answer")
+        least = block_length if from_answer else 1
+        usable = context // block_length * block_length if whole_blocks and not from_answer else context
         if least >= usable:
             raise BadPrompt("bad_params", f"block_length: {block_length} does not fit into a context of {context}")
         return cls(usable, least)
@@ -92,8 +95,10 @@ def _plan(params: SamplingParams, spec: ModelSpec, room: int, notes: tuple[str, 
     rule = params.resolved_rule(spec.rule)
     if params.cache is not None and spec.attention != "bidirectional":
         raise BadPrompt("bad_params", f"cache: family '{spec.family}' always uses its exact cache; leave it out")
-    if params.commit is not None and spec.attention == "bidirectional":
+    if params.commit is not None and spec.attention in ("bidirectional", "causal"):
         raise BadPrompt("bad_params", f"commit: family '{spec.family}' commits no blocks; leave it out")
+    if RULES[rule].edits and spec.attention == "causal":
+        raise BadPrompt("bad_params", f"rule: '{rule}' edits blocks, of which family '{spec.family}' has none")
     number, bound = _numbers(params, rule, spec)
     max_new_tokens = min(params.max_new_tokens, room)
     return Plan(
@@ -118,7 +123,12 @@ def _plan(params: SamplingParams, spec: ModelSpec, room: int, notes: tuple[str, 
 
 def _numbers(params: SamplingParams, rule: Rule, spec: ModelSpec) -> tuple[float, float]:
     """The rule's number and its bound: the prompt's, else the rule's own default, else the model's threshold."""
-    number = {"entropy_bound": params.entropy_bound, "factor": params.factor}.get(rule, params.threshold)
+    own = {
+        "entropy_bound": params.entropy_bound,
+        "entropy_threshold": params.entropy_threshold,
+        "factor": params.factor,
+    }
+    number = own.get(rule, params.threshold)
     bound = {"klass": params.kl_threshold, "joint_threshold": params.edit_threshold}.get(rule)
     return (
         DEFAULT_NUMBERS.get(rule, spec.threshold) if number is None else number,

@@ -12,10 +12,12 @@ from worker.engine.sequence import Row, State
 class BlockCausalRow(Row):
     """Each block sees all blocks before it, and itself in both directions; what is finished is cached for good.
 
-    Blocks lie on an absolute grid from position 0, the prompt included: its whole blocks are prefilled, what is left
-    of it begins the first block that is denoised. A finished block is committed: computed once more with its final
-    tokens, by a forward of its own (`commit: separate`) or together with the next block's first step (`fused`).
-    A finished block never sees what comes after it, so both compute the same.
+    Blocks lie on a grid, the prompt included: its whole blocks are prefilled, what is left of it begins the first block
+    that is denoised. The grid begins at position 0, or (`grid: answer`) so that one of its blocks begins with the
+    answer; then the prompt's first block is the short one. A finished block is committed: computed once more with its
+    final tokens, by a forward of its own (`commit: separate`) or together with the next block's first step (`fused`).
+    A finished block never sees what comes after it, so both compute the same. The last block is a whole one, whose end
+    may lie beyond the answer's, unless the family cuts it.
 
     Shifted models read a block's first slot at the end of the block before it: prefill or commit takes it at once, as
     in `causal_context.py`. There the two commits differ: with `fused` the block's first step finds the slot still
@@ -26,6 +28,7 @@ class BlockCausalRow(Row):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._origin = self.prompt_length % self.plan.block_length if self.spec.grid == "answer" else 0
         self.entered = False
         self._open_block(self.grid_start)
         self.state = State.PREFILLING if self.grid_start else State.DENOISING
@@ -33,16 +36,23 @@ class BlockCausalRow(Row):
     @property
     def grid_start(self) -> int:
         """Where the first block begins that is denoised."""
-        return self.prompt_length // self.plan.block_length * self.plan.block_length
+        return self._border(self.prompt_length)
 
     @property
     def context_block(self) -> int:
         return self.plan.block_length
 
     @property
+    def context_origin(self) -> int:
+        return self._origin
+
+    @property
     def most_positions(self) -> int:
-        """The last block is a whole one."""
-        return self.grid_start + -(-(self.limit - self.grid_start) // self.plan.block_length) * self.plan.block_length
+        return self.limit if self.spec.last_block == "cut" else self._next_border(self.limit - 1)
+
+    @property
+    def block_end(self) -> int:
+        return self._block_end
 
     @property
     def fused(self) -> bool:
@@ -50,11 +60,11 @@ class BlockCausalRow(Row):
 
     def next_length(self) -> int:
         unstored = self.block_start - self._stored()
-        return unstored + self.plan.block_length if self.fused or not unstored else unstored
+        return unstored + self._length if self.fused or not unstored else unstored
 
     def span(self, budget: int) -> Span:
         start, end = self._stored(), self._context_end(budget)
-        stop = self.block_end if self._block_comes_along(start, end, budget) else end
+        stop = self._block_end if self._block_comes_along(start, end, budget) else end
         return Span(
             start,
             self.canvas[start:stop],
@@ -90,11 +100,11 @@ class BlockCausalRow(Row):
         """Where the finished text ends that this forward computes: prefill is cut between blocks, at least one goes."""
         if self.state is not State.PREFILLING:
             return self.block_start
-        start, length = self.prefilled, self.plan.block_length
-        end = min(self.block_start, start + budget // length * length)
+        start = self.prefilled
+        end = min(self.block_start, self._border(start + budget))
         if self.fused and end == self.block_start:
-            end = min(end, start + (budget // length - 1) * length)
-        return max(end, min(self.block_start, start + length))
+            end = min(end, self._border(start + budget - self._length))
+        return max(end, min(self.block_start, self._next_border(start)))
 
     def _block_comes_along(self, start: int, end: int, budget: int) -> bool:
         """Is the block denoised in the forward of the finished text start … end?"""
@@ -105,7 +115,20 @@ class BlockCausalRow(Row):
         # What a row decides must not hang on the budget: no commit stands alone, and no slot that is read here.
         if self.state is State.COMMITTING or self._opens:
             return True
-        return end - start + self.plan.block_length <= budget
+        return end - start + self._length <= budget
+
+    @property
+    def _length(self) -> int:
+        """Positions of the block that is denoised."""
+        return self._block_end - self.block_start
+
+    def _border(self, position: int) -> int:
+        """The last border between blocks up to `position`."""
+        return max(0, position - (position - self._origin) % self.plan.block_length)
+
+    def _next_border(self, position: int) -> int:
+        """The first border behind `position`."""
+        return position + self.plan.block_length - (position - self._origin) % self.plan.block_length
 
     @property
     def _opens(self) -> bool:
@@ -130,11 +153,16 @@ class BlockCausalRow(Row):
         return -(-self.plan.denoise_steps * (position - self.prompt_length) // self.plan.max_new_tokens)
 
     def _visible(self, start: int, stop: int) -> list[int]:
-        length = self.plan.block_length
-        return [end for end in range(start + length, stop + 1, length) for _ in range(length)]
+        seen: list[int] = []
+        while start < stop:
+            end = min(stop, self._next_border(start))
+            seen += [end] * (end - start)
+            start = end
+        return seen
 
     def _open_block(self, start: int) -> None:
-        end = start + self.plan.block_length
-        self.canvas += [self.spec.mask_id] * (end - len(self.canvas))
+        whole, within = start + self.plan.block_length, min(start + self.plan.block_length, self.limit)
+        self._block_end = within if self.spec.last_block == "cut" else whole
+        self.canvas += [self.spec.mask_id] * (self._block_end - len(self.canvas))
         opened = self.spec.shift and start >= self.prompt_length and not self.fused  # by the forward before
-        self._begin_block(start, min(self.limit, end) - max(start, self.prompt_length) - opened)
+        self._begin_block(start, within - max(start, self.prompt_length) - opened)

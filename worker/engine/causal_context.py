@@ -11,11 +11,12 @@ from worker.engine.unmasking.fixed_steps import quota
 
 
 class CausalContextRow(Row):
-    """Finished text is causal and cached for good; the active block sees it and all of itself. Shifted by one.
+    """Finished text is causal and cached for good; the active block sees it and all of itself.
 
     Prefill and each commit also predict the next block's first slot, exactly as an autoregressive model would. With
     `commit: separate` that slot is taken at once and the block is denoised from its second slot on; with `fused` the
-    same forward holds the next block too and is also its first denoise step: fewer forwards, more positions.
+    same forward holds the next block too and is also its first denoise step: fewer forwards, more positions. The
+    block's other slots are read at the position before, where the model is shifted, else in their own place.
     """
 
     KIND: ClassVar[str] = "causal_context"
@@ -48,7 +49,7 @@ class CausalContextRow(Row):
         if self.state is State.COMMITTING:
             return self._opening(start, end, committed=end - start)
         # The first slot's prediction was read before the block, with the forward that opened it.
-        targets = self._targets(start + 1, min(end, self.limit), read_from=start + 1)
+        targets = self._targets(start + 1, min(end, self.limit), read_from=start + self.spec.shift)
         length = end - start
         return Span(start, self.canvas[start:end], [end] * length, targets, min(end, self.limit) - start, fresh=length)
 
@@ -96,7 +97,8 @@ class CausalContextRow(Row):
         tokens = self.canvas[start:end] + [self.spec.mask_id] * (stop - end)
         visible += [stop] * (stop - end)
         masked = range(end, min(stop, self.limit))
-        targets = [opening, *(Target(position - 1 - start, position) for position in masked[1:])]
+        read_from = start + self.spec.shift
+        targets = [opening, *(Target(position - read_from, position) for position in masked[1:])]
         return Span(start, tokens, visible, targets, masked.stop - start, committed, fresh=stop - end)
 
     def _open_block(self, start: int) -> None:

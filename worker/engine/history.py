@@ -32,14 +32,15 @@ class History:
     def divergence(self, key: int, positions: list[int], log_p: Tensor) -> Tensor:
         """Remember this step, log_p (K, V) at `positions`. The larger KL of this and the last step: (K,), in nats.
 
-        +inf where two steps have not been seen: a block's positions are new in its first step, so none follows it in.
+        +inf where two steps have not been seen: a position is new in the first step that has it.
         """
         last = self._last.get(key)
         moved = log_p.new_full((len(positions),), torch.inf)
         result = moved
-        if last is not None and all(position in last.where for position in positions):
-            at = torch.tensor([last.where[position] for position in positions]).to(log_p.device, non_blocking=True)
-            moved = _kl(log_p, last.log_p[at])
+        if last is not None and any(position in last.where for position in positions):
+            known = [last.where.get(position, -1) for position in positions]
+            at = torch.tensor(known).to(log_p.device, non_blocking=True)
+            moved = _kl(log_p, last.log_p[at]).masked_fill(at < 0, torch.inf)
             result = torch.maximum(moved, last.moved[at])
         self._last[key] = Step({position: index for index, position in enumerate(positions)}, log_p, moved)
         return result

@@ -2,8 +2,8 @@
 
 A tree of chunks of tokens, each with its keys and values once a second prompt has asked for it; a prompt that begins
 with them gets a copy into its own slot and prefills the rest. Only for attention whose finished text never changes
-(`causal_context`, `block_causal`), where the copy is what the row would have computed itself. Where text sees whole
-blocks, that holds for blocks that end where chunks do, among rows of one block length.
+(`causal_context`, `block_causal`, `causal`), where the copy is what the row would have computed itself. Where text sees
+whole blocks, that holds for blocks that end where chunks do, among rows of one block length.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Prefixes:
 
     def enter(self, row: Row) -> bool:
         """Give the row what is known of its prompt. False: another row is computing more of it; ask again later."""
-        if not self.most or CHUNK % row.context_block:
+        if not self.most or CHUNK % row.context_block or row.context_origin:
             return True
         root = self._roots.setdefault(row.context_block, Chunk(None, (), 0))
         known, rest = self._known(root, row.request.prompt_ids)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,7 +27,7 @@ class Plan:
     attention: Attention
     rule: Rule
     number: float  # τ, γ or f; unused by fixed_steps, whose quota changes from step to step
-    bound: float  # the second number of the rules that have one: KLASS's bound of the KL, the edit threshold
+    bound: float  # a rule's second number: KLASS's bound of the KL, the edit threshold, the charge for distance
     max_new_tokens: int
     denoise_steps: int
     block_length: int
@@ -61,8 +61,8 @@ class Target:
 class Span:
     """What one row computes in one forward.
 
-    Tokens at canvas positions start, start+1, …; query i sees the row's first `visible[i]` keys, this span's own
-    included (they are stored before anybody looks).
+    Tokens at canvas positions start, start+1, …, and keys in as many places; query i sees the row's first
+    `visible[i]` keys, this span's own included (they are stored before anybody looks).
     """
 
     start: int
@@ -75,10 +75,17 @@ class Span:
     """Leading positions that write a finished block's keys and values for good."""
     fresh: int = 0
     """Trailing positions that are being denoised. What is neither is prefill."""
+    order: list[int] | None = None
+    """The tokens' canvas positions where they are not put in as they stand; their keys lie as they are put in."""
 
     @property
     def end(self) -> int:
         return self.start + len(self.tokens)
+
+    @property
+    def positions(self) -> Sequence[int]:
+        """The canvas position of each token: what it is rotated by."""
+        return range(self.start, self.end) if self.order is None else self.order
 
     @property
     def prefilled(self) -> int:

@@ -62,7 +62,7 @@ class ModelRunner:
             self.slots.reserve(row.key, span.end)
         self.last_attention = attention = AttentionPlan(self.spec.decoder, self.slots, rows, spans)
         tokens = self._tensor([token for span in spans for token in span.tokens], torch.int64)
-        positions = self._tensor([p for span in spans for p in range(span.start, span.end)], torch.int64)
+        positions = self._tensor([p for span in spans for p in span.positions], torch.int64)
         wanted, first = [], 0
         for span in spans:
             wanted += [first + target.offset for target in span.targets]
@@ -111,6 +111,7 @@ class ModelRunner:
                 bound=self._tensor([[member.row.plan.bound] for member in members], torch.float32),
                 entropy=None if entropies is None else entropies[at].masked_fill(~valid, torch.inf),
                 divergence=self._divergence(members, width, hidden) if needs_history else None,
+                distance=self._distance(members, width) if RULES[rule].needs_distance else None,
                 placed=None if standing is None else standing >= 0,
                 differs=None if standing is None else standing != prediction.x0[at],
             )
@@ -122,6 +123,11 @@ class ModelRunner:
         """(R, K) int64: the token that stands at each target, -1 for a mask."""
         rows = [[-1 if target.token is None else target.token for target in member.span.targets] for member in members]
         return self._tensor([row + [-1] * (width - len(row)) for row in rows], torch.int64)
+
+    def _distance(self, members: Items[Member], width: int) -> Tensor:
+        """(R, K) float32: how many positions each target is from its row's first one."""
+        rows = [[target.position for target in member.span.targets] for member in members]
+        return self._tensor([[p - row[0] for p in row] + [0] * (width - len(row)) for row in rows], torch.float32)
 
     def _divergence(self, members: Items[Member], width: int, hidden: Tensor) -> Tensor:
         """(R, K) float32: how far each member's predictions moved in its last two steps."""

@@ -1,8 +1,8 @@
 """A row: one prompt being denoised. It says what its next forward computes and takes what that forward decided.
 
-Its kinds (`causal_context.py`, `block_causal.py`, `bidirectional.py`) differ in what they forward and in what they may
-see; everything else (rules, stopping, limits) is the same. A row knows nothing of its neighbours, of tensors or of
-where its keys and values lie.
+Its kinds (`causal_context.py`, `block_causal.py`, `bidirectional.py`, `causal.py`) differ in what they forward and in
+what they may see; everything else (rules, stopping, limits) is the same. A row knows nothing of its neighbours, of
+tensors or of where its keys and values lie.
 """
 
 from __future__ import annotations
@@ -78,6 +78,11 @@ class Row(ABC):
     def context_block(self) -> int:
         """Finished text sees whole blocks of so many positions, which prefill cannot cut: 1 where it is causal."""
         return 1
+
+    @property
+    def context_origin(self) -> int:
+        """Where the first of those blocks begins that is a whole one."""
+        return 0
 
     @property
     def most_positions(self) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from worker.engine.models.experts import MixtureOfExperts, expert_shapes
 from worker.engine.models.linear import Head, Linear
+from worker.engine.models.rope import query_scale, rope_tables
 from worker.engine.models.spec import DecoderConfig
 from worker.engine.models.swiglu import SwiGLU, swiglu_shapes
 
@@ -51,7 +52,10 @@ class Decoder:
         self.layers = [_layer(config, number, fetch) for number in range(config.layers)]
         self.norm = fetch("norm")  # (d,)
         self.head = Head(self.embed if config.tied_head else fetch("head"))  # (V, d)
-        self.cos, self.sin = rope_tables(config, self.embed.dtype, self.embed.device)
+        rope = (config.max_positions, self.dtype, self.device)
+        width = config.rotary_dim or config.head_dim
+        self.cos, self.sin = rope_tables(width, config.rope_theta, config.yarn, *rope)
+        self.query_scale = query_scale(config.yarn, *rope)
         self._rotate = _rotate if config.rotary_dim is None else _rotate_first
 
     @property
@@ -66,17 +70,19 @@ class Decoder:
         """tokens (T,), positions (T,), wanted (N,) indices into T -> states there (N, d), ready for the head."""
         x = F.embedding(tokens, self.embed)
         cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)  # (T, 1, rotary_dim)
+        scale = None if self.query_scale is None else self.query_scale[positions]  # (T, 1, 1)
         last = len(self.layers) - 1
         for number, layer in enumerate(self.layers):
-            seen = self._attention(number, layer, self._rms_norm(x, layer.attention_norm), cos, sin, attend)
+            q, k, v = self._projections(layer, self._rms_norm(x, layer.attention_norm), cos, sin)
+            seen = attend(number, q if scale is None else q * scale, k, v)
             if number == last:  # all positions leave their keys and values; only the wanted ones go on
                 x, seen = x.index_select(0, wanted), seen.index_select(0, wanted)
             x = x + layer.o(seen)
             x = x + layer.mlp(self._rms_norm(x, layer.mlp_norm))
         return self._rms_norm(x, self.norm)
 
-    def _attention(self, number: int, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """(T, d) -> what each position saw, (T, heads * head_dim)."""
+    def _projections(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(T, d) -> rotated queries and keys, and values: (T, heads or kv_heads, head_dim) each."""
         c = self.config
         qkv = layer.qkv(x).view(-1, c.heads + 2 * c.kv_heads, c.head_dim)
         qk, v = qkv.split([c.heads + c.kv_heads, c.kv_heads], dim=1)
@@ -84,20 +90,11 @@ class Decoder:
             q, k = qk.split([c.heads, c.kv_heads], dim=1)
             qk = torch.cat([self._rms_norm(q, layer.qk_norm[0]), self._rms_norm(k, layer.qk_norm[1])], dim=1)
         q, k = self._rotate(qk, cos, sin).split([c.heads, c.kv_heads], dim=1)
-        return attend(number, q, k, v)
+        return q, k, v
 
     def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Statistics in float32, the weight applied in the model's dtype, as Llama and LLaDA publish it."""
         return F.rms_norm(x, (x.shape[-1],), weight, self.config.norm_eps)
-
-
-def rope_tables(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin (max_positions, rotary_dim), computed in float64 on the half-split layout, rounded once."""
-    width = config.rotary_dim or config.head_dim
-    half = torch.arange(0, width, 2, dtype=torch.float64) / width
-    angles = torch.outer(torch.arange(config.max_positions, dtype=torch.float64), config.rope_theta**-half)
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

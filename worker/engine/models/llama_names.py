@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from contract.errors import ModelLoadError
+from worker.engine.models.rope import Yarn, attention_factor
 from worker.engine.models.spec import DecoderConfig
 
 _IN_LAYER = {
@@ -25,6 +26,20 @@ _IN_LAYER = {
     "router": "mlp.gate.weight",
 }
 _OUTSIDE = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
+_YARN_FIELDS = {
+    "rope_type",
+    "type",
+    "rope_theta",
+    "factor",
+    "original_max_position_embeddings",
+    "max_position_embeddings",  # says again what the config says
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "llama_4_scaling_beta",
+}
 
 
 def llama_name(name: str) -> str:
@@ -38,8 +53,7 @@ def llama_name(name: str) -> str:
 
 def llama_decoder(config: dict[str, Any]) -> DecoderConfig:
     """Decoder shapes from Llama's config fields, as transformers writes them (before and after version 5)."""
-    rope = config.get("rope_parameters") or {}
-    _refuse_scaled_rope(rope | (config.get("rope_scaling") or {}))
+    rope = (config.get("rope_parameters") or {}) | (config.get("rope_scaling") or {})
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     part = config.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1
@@ -56,14 +70,30 @@ def llama_decoder(config: dict[str, Any]) -> DecoderConfig:
         max_positions=config["max_position_embeddings"],
         tied_head=bool(config.get("tie_word_embeddings", False)),
         rotary_dim=None if part == 1 else int(head_dim * part),
+        yarn=_yarn(rope, config["max_position_embeddings"]),
     )
 
 
-def _refuse_scaled_rope(rope: dict[str, Any]) -> None:
-    """Without its scaling such a model would run and answer worse, and nobody would know why."""
+def _yarn(rope: dict[str, Any], max_positions: int) -> Yarn | None:
+    """How the rope is scaled. A model without its scaling would run and answer worse, and nobody would know why."""
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind != "default":
-        raise ModelLoadError(f"config.json: rope type '{kind}' is not supported; only 'default' is")
+    if kind == "default":
+        return None
+    if kind != "yarn":
+        raise ModelLoadError(f"config.json: rope type '{kind}' is not supported; 'default' and 'yarn' are")
+    if unknown := rope.keys() - _YARN_FIELDS:
+        raise ModelLoadError(f"config.json: yarn's field '{min(unknown)}' is not supported")
+    original = rope["original_max_position_embeddings"]
+    factor = rope.get("factor") or max_positions / original
+    given = rope.get("attention_factor")
+    return Yarn(
+        factor=factor,
+        original_positions=original,
+        beta_fast=rope.get("beta_fast") or 32.0,
+        beta_slow=rope.get("beta_slow") or 1.0,
+        attention_factor=given or attention_factor(factor, rope.get("mscale"), rope.get("mscale_all_dim")),
+        query_beta=rope.get("llama_4_scaling_beta") or 0.0,
+    )
 
 
 def require(config: dict[str, Any], family: str, **supported: Any) -> None:

@@ -8,20 +8,39 @@ from contract.errors import ModelLoadError, nearest
 from worker.engine.models import (
     a2d_qwen3,
     dream,
+    dream_reasoner,
     fast_dllm_v2,
     illada,
     llada,
     llada2,
     llada_moe,
     llama_block,
+    nemotron_labs_diffusion,
     sdar,
     sdar_moe,
+    stable_diffcoder,
+    wedlm,
 )
 from worker.engine.models.spec import Experts, ModelSpec
 
 FAMILIES = {
     architecture: family
-    for family in (llama_block, llada, illada, dream, a2d_qwen3, sdar, fast_dllm_v2, llada_moe, llada2, sdar_moe)
+    for family in (
+        llama_block,
+        llada,
+        illada,
+        llada_moe,
+        dream,
+        a2d_qwen3,
+        sdar,
+        sdar_moe,
+        dream_reasoner,
+        stable_diffcoder,
+        fast_dllm_v2,
+        llada2,
+        nemotron_labs_diffusion,
+        wedlm,
+    )
     for architecture in family.ARCHITECTURES
 }
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from contract.sampling import Commit, Rule
+from worker.engine.models.rope import Yarn
 
-Attention = Literal["causal_context", "block_causal", "bidirectional"]
+Attention = Literal["causal_context", "block_causal", "bidirectional", "causal"]
 NAME = "_name_or_path"
 """The field in which the loader hands a family the checkpoint's name: some facts are published nowhere else."""
 
@@ -64,6 +65,7 @@ class DecoderConfig:
     qk_norm: bool = False
     fused_qkv: bool = False
     rotary_dim: int | None = None
+    yarn: Yarn | None = None
     experts: Experts | None = None
 
     @property
@@ -82,8 +84,10 @@ class ModelSpec:
     """A checkpoint's family facts.
 
     attention: `causal_context` sees finished text causally and the active block in both directions;
-    `block_causal` sees earlier blocks, and its own in both directions, on a grid from position 0;
-    `bidirectional` sees the whole canvas. shift: the prediction for position i is read at i - 1.
+    `block_causal` sees earlier blocks, and its own in both directions; `bidirectional` sees the whole canvas;
+    `causal` sees what was put in before it, masks last. shift: the prediction for position i is read at i - 1.
+    grid: block-causal blocks are counted from the beginning of the `text`, or so that one begins with the `answer`;
+    then the prompt's first one is short. last_block: it is `whole`, or `cut` where the answer ends (block-causal).
     commit: whether a finished block is written by a forward of its own, or by the next block's first denoise step.
     tokenizer_class: transformers' class for checkpoints whose tokenizer names a class of their own.
     template_values: what the chat template is given beside the messages.
@@ -101,5 +105,7 @@ class ModelSpec:
     threshold: float
     tensor_name: Callable[[str], str]
     commit: Commit = "separate"
+    grid: Literal["text", "answer"] = "text"
+    last_block: Literal["whole", "cut"] = "whole"
     tokenizer_class: str | None = None
     template_values: Mapping[str, Any] = field(default_factory=dict, hash=False)

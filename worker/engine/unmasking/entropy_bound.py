@@ -17,6 +17,7 @@ class EntropyBound:
 
     needs_entropy: ClassVar[bool] = True
     needs_history: ClassVar[bool] = False
+    needs_distance: ClassVar[bool] = False
     edits: ClassVar[bool] = False
 
     def accept(self, seen: Candidates) -> Tensor:

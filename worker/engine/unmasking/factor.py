@@ -18,6 +18,7 @@ class Factor:
 
     needs_entropy: ClassVar[bool] = False
     needs_history: ClassVar[bool] = False
+    needs_distance: ClassVar[bool] = False
     edits: ClassVar[bool] = False
 
     def accept(self, seen: Candidates) -> Tensor:

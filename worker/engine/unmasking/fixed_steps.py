@@ -14,6 +14,7 @@ class FixedSteps:
 
     needs_entropy: ClassVar[bool] = False
     needs_history: ClassVar[bool] = False
+    needs_distance: ClassVar[bool] = False
     edits: ClassVar[bool] = False
 
     def accept(self, seen: Candidates) -> Tensor:

@@ -23,6 +23,7 @@ class Candidates:
     bound: Tensor  # (R, 1) float32: the second number of the rules that have one
     entropy: Tensor | None = None  # (R, K) float32, +inf where not valid
     divergence: Tensor | None = None  # (R, K) float32: how far the prediction moved, +inf where that is not known
+    distance: Tensor | None = None  # (R, K) float32: positions from the row's first candidate
     placed: Tensor | None = None  # (R, K) bool: a token stands there
     differs: Tensor | None = None  # (R, K) bool: x0 is not what stands there
 
@@ -32,6 +33,7 @@ class UnmaskingRule(Protocol):
 
     needs_entropy: ClassVar[bool]
     needs_history: ClassVar[bool]
+    needs_distance: ClassVar[bool]
     edits: ClassVar[bool]  # are placed tokens of the block candidates too?
 
     def accept(self, seen: Candidates) -> Tensor:
