@@ -19,7 +19,11 @@ NAME = "_name_or_path"
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Shapes and options of the one lean decoder (RMSNorm, RoPE, grouped-query attention, SwiGLU)."""
+    """Shapes and options of the lean decoder (RMSNorm, RoPE, grouped-query attention, SwiGLU).
+
+    Other decoders have a subclass each, with what only they need; `decoders.py` goes by it. The rest of the engine
+    (attention, slots, memory, admission) reads the fields here whatever the decoder.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -34,6 +38,8 @@ class DecoderConfig:
     tied_head: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
+    window: int = 0  # positions to either side that local layers see
+    local_layers: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,11 @@ class ModelSpec:
     commit: whether a finished block is written by a forward of its own, or by the next block's first denoise step.
     tokenizer_class: transformers' class for checkpoints whose tokenizer names a class of their own.
     template_values: what the chat template is given beside the messages.
+    chat_template: the family's, for checkpoints whose tokenizer has none.
+    end_of_answer: a text at which answers end, where no token of its own says so.
+    tokenizer_home: the repository whose tokenizer belongs to checkpoints that are published without one.
     tensor_name: our name of a weight (`layers.0.q`, `embed`, `head` …) to the published one.
+    spare_tensors: published names that may be stored and say nothing new.
     """
 
     family: str
@@ -62,3 +72,7 @@ class ModelSpec:
     commit: Commit = "separate"
     tokenizer_class: str | None = None
     template_values: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    chat_template: str | None = None
+    end_of_answer: str | None = None
+    tokenizer_home: str | None = None
+    spare_tensors: frozenset[str] = frozenset()
