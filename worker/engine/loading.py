@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from contract.errors import ModelLoadError
-from worker.engine.models.decoder import Decoder, shapes
+from worker.engine.models.decoders import AnyDecoder, build, shapes
 from worker.engine.models.registry import model_spec
 from worker.engine.models.spec import NAME, ModelSpec
 
@@ -32,7 +32,7 @@ class Loaded:
     """A model that is ready to run."""
 
     spec: ModelSpec
-    decoder: Decoder
+    decoder: AnyDecoder
 
     @property
     def parameters(self) -> int:
@@ -51,7 +51,7 @@ def load(folder: Path, device: str = "auto", dtype: str = "auto", threads: int =
         torch.set_num_threads(threads)
     with ExitStack() as stack:
         fetch = _open_weights(folder, spec, stack)
-        decoder = Decoder(spec.decoder, lambda name: fetch(name).to(target, wanted))
+        decoder = build(spec.decoder, lambda name: fetch(name).to(target, wanted))
     return Loaded(spec, decoder)
 
 
@@ -153,7 +153,7 @@ def _compare(
         if name in found and found[name] != shape
     ]
     # A tied head is sometimes stored as well; it is the embedding again.
-    spare = {spec.tensor_name("head")} if spec.decoder.tied_head else set()
+    spare = spec.spare_tensors | ({spec.tensor_name("head")} if spec.decoder.tied_head else set())
     complaints += [f"unexpected {name}" for name in found if name not in wanted and name not in spare]
     if complaints:
         more = f" and {len(complaints) - 5} more" if len(complaints) > 5 else ""

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from worker.engine.cache import capacity_for
-from worker.engine.models.decoder import Decoder
+from worker.engine.models.decoders import AnyDecoder
 
 SHARE = 0.5
 """Of what is free beside a step's own tensors; the rest is for slots that grow by being copied, and for others."""
@@ -39,7 +39,7 @@ class MemoryPlan:
 
 
 def plan_memory(
-    decoder: Decoder, bytes_per_position: int, max_step_tokens: int, budget: int | None = None
+    decoder: AnyDecoder, bytes_per_position: int, max_step_tokens: int, budget: int | None = None
 ) -> MemoryPlan:
     """The plan for a loaded decoder; `budget` in bytes, None for what is free."""
     if budget is None:
@@ -47,7 +47,7 @@ def plan_memory(
     return MemoryPlan(budget, bytes_per_position)
 
 
-def step_bytes(decoder: Decoder, positions: int) -> int:
+def step_bytes(decoder: AnyDecoder, positions: int) -> int:
     """Roughly the tensors of one step: residual stream and norms, queries to values, gate and up, one logits slice."""
     c = decoder.config
     wide = 6 * c.hidden_size + 2 * (c.heads + 2 * c.kv_heads) * c.head_dim + 3 * c.intermediate_size
