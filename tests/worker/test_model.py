@@ -41,7 +41,7 @@ def opened(folder: Path) -> Model:
 
 def answer(model: Model) -> str:
     turn = (Message(role="user", content="Why?"),)
-    model.engine.add(model.request("r", None, turn, SamplingParams(max_new_tokens=8)))
+    model.engine.add(model.request("r", turn, SamplingParams(max_new_tokens=8)))
     while not (finished := model.engine.step()):
         pass
     assert finished[0].error is None
@@ -101,7 +101,7 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path: Path) -> Non
 def test_dreams_tokenizer_reads_special_tokens_and_every_byte(tmp_path: Path) -> None:
     tokenizer = Tokenizer(checkpoints.dream(tmp_path), checkpoints.VOCABULARY, "raw", "Qwen2Tokenizer")
     text = "Wärme 7 ≠ heat\n"
-    ids = tokenizer.encode(text + "<|mask|><|end|>", None)
+    ids = tokenizer.encode(text + "<|mask|><|end|>")
     assert ids[-2:] == (checkpoints.MASK, checkpoints.STOP)
     assert len(ids) == len(text.encode()) + 2
     assert tokenizer.decode(ids) == text
@@ -111,7 +111,7 @@ def test_the_chat_template_is_given_the_familys_values(tmp_path: Path) -> None:
     folder = checkpoints.a2d_qwen3(tmp_path, chat_template=True)
     template = checkpoints.CHAT_TEMPLATE + "{% if enable_thinking is false %}<think></think>{% endif %}"
     change(folder / "tokenizer_config.json", chat_template=template)
-    request = opened(folder).request("r", "Why?", None, SamplingParams())
+    request = opened(folder).request("r", "Why?", SamplingParams())
     assert Tokenizer(folder, checkpoints.VOCABULARY).decode(request.prompt_ids).endswith("<think></think>")
 
 
@@ -120,7 +120,7 @@ def test_a_family_gives_its_chat_template_to_a_tokenizer_that_has_none(tmp_path:
     model = opened(folder)
     turns = ("system", " Be brief. "), ("user", "Why?\n"), ("assistant", "Because."), ("user", "Why?")
     messages = tuple(Message(role=role, content=content) for role, content in turns)
-    request = model.request("r", None, messages, SamplingParams())
+    request = model.request("r", messages, SamplingParams())
     assert Tokenizer(folder, checkpoints.VOCABULARY).decode(request.prompt_ids) == (
         "[SYS]\nBe brief.\n[/SYS]\n\n[Question]\nWhy?\n[/Question]\n\n[Answer]\nBecause.\n[/Answer]\n\n"
         "[Question]\nWhy?\n[/Question]\n\n[Answer]\n"
@@ -129,7 +129,7 @@ def test_a_family_gives_its_chat_template_to_a_tokenizer_that_has_none(tmp_path:
 
 def test_a_tokenizers_own_chat_template_comes_before_the_familys(tmp_path: Path) -> None:
     model = opened(checkpoints.modernbert(tmp_path, chat_template=True))
-    assert checkpoints.TURN in model.request("r", "Why?", None, SamplingParams()).prompt_ids
+    assert checkpoints.TURN in model.request("r", "Why?", SamplingParams()).prompt_ids
 
 
 @pytest.mark.parametrize(
@@ -139,14 +139,14 @@ def test_a_tokenizers_own_chat_template_comes_before_the_familys(tmp_path: Path)
 def test_answers_are_cut_at_the_text_that_ends_them(tmp_path: Path, text: str, answer: str) -> None:
     folder = checkpoints.modernbert(tmp_path)
     tokenizer = Tokenizer(folder, checkpoints.VOCABULARY, "raw", end_of_answer="[/Answer]")
-    assert tokenizer.decode(tokenizer.encode(text, None)) == answer
+    assert tokenizer.decode(tokenizer.encode(text)) == answer
 
 
 def test_gpt2s_files_are_read_whatever_the_configuration_names(tmp_path: Path) -> None:
     """Its tokenizer_config.json names no class, and the model_type is not one of transformers'."""
     model = opened(checkpoints.mdlm(tmp_path))
     text = "Wärme 7 ≠ heat\n"
-    ids = model.request("r", f"<|endoftext|>{text}", None, SamplingParams()).prompt_ids
+    ids = model.request("r", f"<|endoftext|>{text}", SamplingParams()).prompt_ids
     assert ids[0] == checkpoints.STOP
     assert len(ids) == len(text.encode()) + 1
     assert model.tokenizer.decode(ids) == text
@@ -196,7 +196,11 @@ def test_a_hub_id_is_fetched_without_code_and_pickles(folders: Folders, monkeypa
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     assert model_folder(folders, "Dream-org/Dream-v0-Instruct-7B") == Path("/cache/snapshot")
-    assert set(fetched) == {name for name, wanted in published.items() if wanted}
+    wanted = {name for name, wanted in published.items() if wanted}
+    assert set(fetched) == wanted
+    fetched.clear()
+    model_folder(folders, "Dream-org/Dream-v0-Instruct-7B", allow_pickles=True)
+    assert set(fetched) == wanted | {"pytorch_model.bin"}
 
 
 def test_a_hub_id_without_a_connection_says_so(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
