@@ -395,6 +395,60 @@ def modernbert_weights(seed: int, layers: int) -> dict[str, Tensor]:
     return weights
 
 
+def bert(
+    folder: Path, *, seed: int = 0, tokenizer: bool = True, chat_template: bool = False, max_positions: int = 512
+) -> Path:
+    """Write a bidirectional model in BERT's layout (learned positions, tied head with a bias) to `folder`.
+
+    Texts end with the padding; the mask id is named for the same reason as `sdar`'s.
+    """
+    config = {
+        "architectures": ["BertForMaskedLM"],
+        "model_type": "bert",
+        "mask_token_id": MASK,
+        "pad_token_id": STOP,
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "max_position_embeddings": max_positions,
+        "type_vocab_size": 2,
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-12,
+        "position_embedding_type": "absolute",
+        "use_cache": True,
+    }
+    return _write(folder, config, bert_weights(seed, max_positions), tokenizer, chat_template)
+
+
+def bert_weights(seed: int, max_positions: int) -> dict[str, Tensor]:
+    """All weights under BERT's names, float32; the head's matrix is the embedding."""
+    draw = Draw(seed)
+    embedding = draw.matrix(VOCABULARY, HIDDEN, gain=5.0)
+    embedding[STOP] *= 1.3
+    weights = {
+        "bert.embeddings.word_embeddings.weight": embedding,
+        "bert.embeddings.position_embeddings.weight": draw.matrix(max_positions, HIDDEN, gain=6.0),
+        "bert.embeddings.token_type_embeddings.weight": draw.matrix(2, HIDDEN, gain=3.0),
+        "cls.predictions.bias": draw.vector(VOCABULARY, 0.5),
+    }
+    norms, products = ["bert.embeddings.LayerNorm", "cls.predictions.transform.LayerNorm"], {}
+    products["cls.predictions.transform.dense"] = draw.matrix(HIDDEN, HIDDEN, gain=3.0)
+    for layer in (f"bert.encoder.layer.{number}." for number in range(LAYERS)):
+        norms += [f"{layer}attention.output.LayerNorm", f"{layer}output.LayerNorm"]
+        for part, gain in {"query": 2.2, "key": 2.2, "value": 3.0}.items():
+            products[f"{layer}attention.self.{part}"] = draw.matrix(HIDDEN, HIDDEN, gain)
+        products[f"{layer}attention.output.dense"] = draw.matrix(HIDDEN, HIDDEN, gain=3.0)
+        products[f"{layer}intermediate.dense"] = draw.matrix(INTERMEDIATE, HIDDEN, gain=1.5)
+        products[f"{layer}output.dense"] = draw.matrix(HIDDEN, INTERMEDIATE, gain=3.0)
+    for name in norms:
+        weights |= {f"{name}.weight": draw.around_one(HIDDEN), f"{name}.bias": draw.vector(HIDDEN, 0.1)}
+    for name, matrix in products.items():
+        weights |= {f"{name}.weight": matrix, f"{name}.bias": draw.vector(matrix.shape[0], 0.1)}
+    return weights
+
+
 def mdlm(
     folder: Path, *, seed: int = 0, tokenizer: bool = True, chat_template: bool = False, max_positions: int = 512
 ) -> Path:

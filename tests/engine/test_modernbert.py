@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from contract.errors import ModelLoadError
 from tests import checkpoints
-from tests.engine.modernbert_reference import ModernBertReference
+from tests.engine.encoder_reference import ModernBertReference
 from tests.engine.reference import Recipe
 from tests.engine.running import prompt, request
 from tests.engine.test_against_reference import LENGTHS, engine_answers, recipe_of, recording

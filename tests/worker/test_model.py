@@ -29,6 +29,7 @@ FAMILIES = [
     checkpoints.dream,
     checkpoints.a2d_qwen3,
     checkpoints.modernbert,
+    checkpoints.bert,
     checkpoints.mdlm,
     checkpoints.bd3lm,
 ]

@@ -152,8 +152,9 @@ class AttentionPlan:
         for member in members:
             at = (member.slot - first) * length
             positions[at : at + length] = range(member.span.start, member.span.end)
-        distance = torch.arange(keys, device=self._slots.device) - self._tensor(positions).view(rows, 1, length, 1)
-        return distance.abs() > self._config.window
+        place = self._tensor(positions).view(rows, 1, length, 1)
+        key = torch.arange(keys, device=self._slots.device)
+        return (key < place - self._config.window) | (key > place + self._config.window)
 
     def _additive(self, hidden: Tensor | None) -> Tensor | None:
         """(R, 1, groups * n, keys): what the scores are given, nothing or minus infinity."""

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from worker.engine.models import decoder, dit_decoder, modernbert_decoder
+from worker.engine.models import bert_decoder, decoder, dit_decoder, modernbert_decoder
 from worker.engine.models.decoder import Attend, Fetch
 from worker.engine.models.linear import Head
 from worker.engine.models.spec import DecoderConfig
@@ -42,6 +42,7 @@ class Kind:
 KINDS: dict[type[DecoderConfig], Kind] = {
     DecoderConfig: Kind(decoder.Decoder, decoder.shapes),
     modernbert_decoder.ModernBertConfig: Kind(modernbert_decoder.ModernBertDecoder, modernbert_decoder.shapes),
+    bert_decoder.BertConfig: Kind(bert_decoder.BertDecoder, bert_decoder.shapes),
     dit_decoder.DitConfig: Kind(dit_decoder.DitDecoder, dit_decoder.shapes),
 }
 

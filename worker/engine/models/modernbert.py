@@ -62,13 +62,14 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     for option, value in PUBLISHED.items():
         if config.get(option, value) != value:
             raise ModelLoadError(f"config.json: {option} {config[option]} is not supported for family 'modernbert'")
+    padding = config.get("pad_token_id")
     return ModelSpec(
         family="modernbert",
         decoder=_decoder(config),
         attention="bidirectional",
         shift=False,
         mask_id=config.get("mask_token_id") or MASK_ID,
-        stop_ids=frozenset({config.get("pad_token_id") or PADDING}),
+        stop_ids=frozenset({PADDING if padding is None else padding}),
         block_length=32,
         rule="threshold",
         threshold=0.9,

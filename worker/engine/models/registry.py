@@ -5,12 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 from contract.errors import ModelLoadError, nearest
-from worker.engine.models import a2d_qwen3, dream, fast_dllm_v2, illada, llada, llama_block, mdlm, modernbert, sdar
+from worker.engine.models import (
+    a2d_qwen3,
+    bert,
+    dream,
+    fast_dllm_v2,
+    illada,
+    llada,
+    llama_block,
+    mdlm,
+    modernbert,
+    sdar,
+)
 from worker.engine.models.spec import ModelSpec
 
 FAMILIES = {
     architecture: family
-    for family in (llama_block, llada, illada, dream, a2d_qwen3, sdar, fast_dllm_v2, modernbert, mdlm)
+    for family in (llama_block, llada, illada, dream, a2d_qwen3, sdar, fast_dllm_v2, modernbert, bert, mdlm)
     for architecture in family.ARCHITECTURES
 }
 
