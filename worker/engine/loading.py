@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from contract.errors import ModelLoadError
+from worker.engine.models.decoder import dtype_of
 from worker.engine.models.decoders import AnyDecoder, build, shapes
 from worker.engine.models.registry import model_spec
 from worker.engine.models.spec import NAME, ModelSpec
@@ -48,7 +49,7 @@ def load(
         torch.set_num_threads(threads)
     with ExitStack() as stack:
         fetch = _fetch(folder, spec, allow_pickles, stack)
-        decoder = build(spec.decoder, lambda name: fetch(name).to(target, wanted))
+        decoder = build(spec.decoder, lambda name: fetch(name).to(target, dtype_of(name, wanted)))
     return Loaded(spec, decoder)
 
 

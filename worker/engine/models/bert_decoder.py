@@ -23,6 +23,11 @@ class BertConfig(DecoderConfig):
 
     token_types: int
 
+    @property
+    def active_mlp_weights(self) -> int:
+        """Two products, where others have three."""
+        return 2 * self.layers * self.hidden_size * self.intermediate_size
+
 
 @dataclass(frozen=True)
 class Norm:

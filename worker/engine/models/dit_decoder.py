@@ -28,6 +28,11 @@ class DitConfig(DecoderConfig):
 
     condition_size: int = 0
 
+    @property
+    def active_mlp_weights(self) -> int:
+        """Two products, where others have three."""
+        return 2 * self.layers * self.hidden_size * self.intermediate_size
+
 
 @dataclass(frozen=True)
 class Norm:

@@ -12,16 +12,23 @@ from worker.engine.models import (
     fast_dllm_v2,
     illada,
     llada,
+    llada2,
+    llada_moe,
     llama_block,
     mdlm,
     modernbert,
     sdar,
+    sdar_moe,
 )
-from worker.engine.models.spec import ModelSpec
+from worker.engine.models.spec import Experts, ModelSpec
+
+DENSE = (llama_block, llada, illada, dream, a2d_qwen3, sdar, fast_dllm_v2)
+WITH_EXPERTS = (llada_moe, llada2, sdar_moe)
+OTHERWISE_BUILT = (modernbert, bert, mdlm)
 
 FAMILIES = {
     architecture: family
-    for family in (llama_block, llada, illada, dream, a2d_qwen3, sdar, fast_dllm_v2, modernbert, bert, mdlm)
+    for family in (*DENSE, *WITH_EXPERTS, *OTHERWISE_BUILT)
     for architecture in family.ARCHITECTURES
 }
 
@@ -55,3 +62,15 @@ def _check(spec: ModelSpec) -> None:
         raise ModelLoadError(f"config.json: token {spec.mask_id} cannot be both mask_token_id and eos_token_id")
     if shape.heads % shape.kv_heads:
         raise ModelLoadError(f"config.json: {shape.heads} heads cannot share {shape.kv_heads} key and value heads")
+    if shape.experts is not None:
+        _check_choice(shape.experts)
+
+
+def _check_choice(experts: Experts) -> None:
+    """There must be as many experts to choose from as are chosen."""
+    size, rest = divmod(experts.number, experts.groups)
+    if rest or (experts.groups > 1 and size < 2) or experts.top_k > experts.top_groups * size:
+        raise ModelLoadError(
+            f"config.json: {experts.top_k} of {experts.number} experts cannot be chosen from "
+            f"{experts.top_groups} of {experts.groups} groups"
+        )
