@@ -645,6 +645,253 @@ def _llada_name(name: str) -> str:
     return f"model.transformer.blocks.{number}.{inside[part]}.weight"
 
 
+def modernbert(
+    folder: Path, *, seed: int = 0, tokenizer: bool = True, chat_template: bool = False, max_positions: int = 512
+) -> Path:
+    """Write a bidirectional model in ModernBERT's layout (local layers, tied head with a bias) to `folder`.
+
+    As published, texts end with the padding and not with `eos_token_id`; the mask id is named for the same reason as
+    `sdar`'s. Layers 0 and 3 see everything, 1 and 2 a window, so that no shifted pattern is the same.
+    """
+    config = {
+        "architectures": ["ModernBertForMaskedLM"],
+        "model_type": "modernbert",
+        "mask_token_id": MASK,
+        "bos_token_id": TURN,
+        "cls_token_id": TURN,
+        "eos_token_id": TURN,
+        "sep_token_id": TURN,
+        "pad_token_id": STOP,
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": 4,
+        "num_attention_heads": HEADS,
+        "max_position_embeddings": max_positions,
+        "global_attn_every_n_layers": 3,
+        "local_attention": 128,
+        "global_rope_theta": 160_000.0,
+        "local_rope_theta": ROPE_THETA,
+        "norm_eps": NORM_EPS,
+        "layer_norm_eps": NORM_EPS,
+        "norm_bias": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "classifier_bias": False,
+        "decoder_bias": True,
+        "hidden_activation": "gelu",
+        "classifier_activation": "gelu",
+        "tie_word_embeddings": True,
+    }
+    return _write(folder, config, modernbert_weights(seed, layers=4), tokenizer, chat_template)
+
+
+def modernbert_weights(seed: int, layers: int) -> dict[str, Tensor]:
+    """All weights under ModernBERT's names, float32; the head's matrix is the embedding."""
+    draw = Draw(seed)
+    embedding = draw.matrix(VOCABULARY, HIDDEN, gain=4.0)
+    embedding[STOP] *= 1.3
+    weights = {
+        "model.embeddings.tok_embeddings.weight": embedding,
+        "model.embeddings.norm.weight": draw.around_one(HIDDEN),
+        "model.final_norm.weight": draw.around_one(HIDDEN),
+        "head.dense.weight": draw.matrix(HIDDEN, HIDDEN, gain=3.0),
+        "head.norm.weight": draw.around_one(HIDDEN),
+        "decoder.bias": draw.vector(VOCABULARY, 0.5),
+    }
+    for number in range(layers):
+        layer = {
+            "attn.Wqkv": torch.cat([draw.matrix(HIDDEN, HIDDEN, gain) for gain in (1.6, 1.6, 2.5)]),
+            "attn.Wo": draw.matrix(HIDDEN, HIDDEN, gain=2.5),
+            "mlp_norm": draw.around_one(HIDDEN),
+            "mlp.Wi": draw.matrix(2 * INTERMEDIATE, HIDDEN, gain=1.5),
+            "mlp.Wo": draw.matrix(HIDDEN, INTERMEDIATE, gain=2.5),
+        }
+        if number:
+            layer["attn_norm"] = draw.around_one(HIDDEN)
+        weights |= {f"model.layers.{number}.{part}.weight": weight for part, weight in layer.items()}
+    return weights
+
+
+def bert(
+    folder: Path, *, seed: int = 0, tokenizer: bool = True, chat_template: bool = False, max_positions: int = 512
+) -> Path:
+    """Write a bidirectional model in BERT's layout (learned positions, tied head with a bias) to `folder`.
+
+    Texts end with the padding; the mask id is named for the same reason as `sdar`'s.
+    """
+    config = {
+        "architectures": ["BertForMaskedLM"],
+        "model_type": "bert",
+        "mask_token_id": MASK,
+        "pad_token_id": STOP,
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "max_position_embeddings": max_positions,
+        "type_vocab_size": 2,
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-12,
+        "position_embedding_type": "absolute",
+        "use_cache": True,
+    }
+    return _write(folder, config, bert_weights(seed, max_positions), tokenizer, chat_template)
+
+
+def bert_weights(seed: int, max_positions: int) -> dict[str, Tensor]:
+    """All weights under BERT's names, float32; the head's matrix is the embedding."""
+    draw = Draw(seed)
+    embedding = draw.matrix(VOCABULARY, HIDDEN, gain=5.0)
+    embedding[STOP] *= 1.3
+    weights = {
+        "bert.embeddings.word_embeddings.weight": embedding,
+        "bert.embeddings.position_embeddings.weight": draw.matrix(max_positions, HIDDEN, gain=6.0),
+        "bert.embeddings.token_type_embeddings.weight": draw.matrix(2, HIDDEN, gain=3.0),
+        "cls.predictions.bias": draw.vector(VOCABULARY, 0.5),
+    }
+    norms, products = ["bert.embeddings.LayerNorm", "cls.predictions.transform.LayerNorm"], {}
+    products["cls.predictions.transform.dense"] = draw.matrix(HIDDEN, HIDDEN, gain=3.0)
+    for layer in (f"bert.encoder.layer.{number}." for number in range(LAYERS)):
+        norms += [f"{layer}attention.output.LayerNorm", f"{layer}output.LayerNorm"]
+        for part, gain in {"query": 2.2, "key": 2.2, "value": 3.0}.items():
+            products[f"{layer}attention.self.{part}"] = draw.matrix(HIDDEN, HIDDEN, gain)
+        products[f"{layer}attention.output.dense"] = draw.matrix(HIDDEN, HIDDEN, gain=3.0)
+        products[f"{layer}intermediate.dense"] = draw.matrix(INTERMEDIATE, HIDDEN, gain=1.5)
+        products[f"{layer}output.dense"] = draw.matrix(HIDDEN, INTERMEDIATE, gain=3.0)
+    for name in norms:
+        weights |= {f"{name}.weight": draw.around_one(HIDDEN), f"{name}.bias": draw.vector(HIDDEN, 0.1)}
+    for name, matrix in products.items():
+        weights |= {f"{name}.weight": matrix, f"{name}.bias": draw.vector(matrix.shape[0], 0.1)}
+    return weights
+
+
+def mdlm(
+    folder: Path, *, seed: int = 0, tokenizer: bool = True, chat_template: bool = False, max_positions: int = 512
+) -> Path:
+    """Write a bidirectional diffusion transformer in MDLM's layout to `folder`, with GPT-2's two tokenizer files.
+
+    Ids of mask and end are named, which published configs leave out: theirs are beyond this vocabulary.
+    """
+    return _write_dit(folder, _dit_config("MDLM", max_positions), seed, tokenizer, chat_template)
+
+
+def bd3lm(
+    folder: Path,
+    *,
+    seed: int = 0,
+    tokenizer: bool = True,
+    chat_template: bool = False,
+    max_positions: int = 512,
+    adaln: bool = True,
+) -> Path:
+    """Write a block-causal diffusion transformer in BD3-LM's layout (blocks of 4) to `folder`, as `mdlm` does."""
+    config = _dit_config("BD3LM", max_positions) | {
+        "adaln": adaln,
+        "attn_backend": "flex",
+        "block_size": 4,
+        "causal": False,
+        "cross_attn": True,
+        "sampling_eps_max": 0.999,
+        "sampling_eps_min": 0.001,
+        "var_min": True,
+    }
+    return _write_dit(folder, config, seed, tokenizer, chat_template)
+
+
+def _dit_config(name: str, max_positions: int) -> dict[str, Any]:
+    module = f"modeling_{name.lower()}.{name}"
+    return {
+        "architectures": [name],
+        "auto_map": {"AutoConfig": f"configuration_{name.lower()}.{name}Config", "AutoModelForMaskedLM": module},
+        "model_type": name.lower(),
+        "mask_token_id": MASK,
+        "eos_token_id": STOP,
+        "cond_dim": 24,
+        "dropout": 0.1,
+        "hidden_dim": HIDDEN,
+        "model_length": max_positions,
+        "n_blocks": LAYERS,
+        "n_heads": HEADS,
+        "return_dict": False,
+        "time_conditioning": False,
+        "vocab_size": VOCABULARY,
+    }
+
+
+def _write_dit(folder: Path, config: dict[str, Any], seed: int, tokenizer: bool, chat_template: bool) -> Path:
+    weights = dit_weights(seed, adaln=config.get("adaln", True))
+    if config.get("var_min"):
+        weights |= {name: torch.tensor(config[name]) for name in ("sampling_eps_min", "sampling_eps_max")}
+    _write(folder, config, weights, False, False)
+    if tokenizer:
+        end = {"<|endoftext|>": STOP}
+        (folder / "vocab.json").write_text(json.dumps(_bytes() | end), encoding="utf-8")
+        (folder / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
+        _write_tokenizer_config(folder, {"model_max_length": 1024}, chat_template)
+    return folder
+
+
+def dit_weights(seed: int, adaln: bool = True) -> dict[str, Tensor]:
+    """All weights under the published names, float32; gates lie around one, other modulations around zero."""
+    draw, size = Draw(seed), 24
+    one = torch.ones(HIDDEN)
+    embedding = draw.matrix(VOCABULARY, HIDDEN, gain=3.0)
+    head = draw.matrix(VOCABULARY, HIDDEN, gain=4.0)
+    head[STOP] *= 1.3
+    weights = {
+        "vocab_embed.embedding": embedding,
+        "rotary_emb.inv_freq": 10_000.0 ** (-torch.arange(0, HIDDEN // HEADS, 2) / (HIDDEN // HEADS)),
+        "output_layer.norm_final.weight": draw.around_one(HIDDEN),
+        "output_layer.linear.weight": head,
+        "output_layer.linear.bias": draw.vector(VOCABULARY, 0.5),
+    }
+    for number in range(LAYERS):
+        layer = {
+            "norm1.weight": draw.around_one(HIDDEN),
+            "attn_qkv.weight": draw.matrix(3 * HIDDEN, HIDDEN, gain=3.0),
+            "attn_out.weight": draw.matrix(HIDDEN, HIDDEN, gain=3.0),
+            "norm2.weight": draw.around_one(HIDDEN),
+            "mlp.0.weight": draw.matrix(4 * HIDDEN, HIDDEN),
+            "mlp.0.bias": draw.vector(4 * HIDDEN, 0.3),
+            "mlp.2.weight": draw.matrix(HIDDEN, 4 * HIDDEN, gain=2.0),
+            "mlp.2.bias": draw.vector(HIDDEN, 0.3),
+        }
+        if adaln:
+            layer["adaLN_modulation.weight"] = draw.matrix(6 * HIDDEN, size, gain=0.4)
+            gates = torch.cat([0 * one, 0 * one, one] * 2)
+            layer["adaLN_modulation.bias"] = gates + draw.vector(6 * HIDDEN, 0.2)
+        weights |= {f"blocks.{number}.{part}": weight for part, weight in layer.items()}
+    if adaln:
+        weights |= {
+            "sigma_map.mlp.0.weight": draw.matrix(size, 256, gain=2.0),
+            "sigma_map.mlp.0.bias": draw.vector(size, 0.5),
+            "sigma_map.mlp.2.weight": draw.matrix(size, size, gain=2.0),
+            "sigma_map.mlp.2.bias": draw.vector(size, 0.5),
+            "output_layer.adaLN_modulation.weight": draw.matrix(2 * HIDDEN, size, gain=0.4),
+            "output_layer.adaLN_modulation.bias": draw.vector(2 * HIDDEN, 0.2),
+        }
+    return {f"backbone.{name}": weight for name, weight in weights.items()}
+
+
+class Draw:
+    """Random weights of one seed, in the order in which they are asked for."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def matrix(self, rows: int, columns: int, gain: float = 1.0) -> Tensor:
+        """What it makes of inputs of variance 1 has the standard deviation `gain`."""
+        return torch.randn(rows, columns, generator=self._generator) * gain / math.sqrt(columns)
+
+    def vector(self, length: int, deviation: float) -> Tensor:
+        return deviation * torch.randn(length, generator=self._generator)
+
+    def around_one(self, length: int) -> Tensor:
+        return 1.0 + self.vector(length, 0.1)
+
+
 def _write(
     folder: Path, config: dict[str, Any], weights: dict[str, Tensor], tokenizer: bool, chat_template: bool
 ) -> Path:

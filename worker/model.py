@@ -105,7 +105,14 @@ def open_model(settings: WorkerSettings) -> Model:
     loaded = load(folder, settings.device, settings.dtype, settings.threads, settings.allow_pickle_weights)
     spec = loaded.spec
     tokenizer = Tokenizer(
-        folder, spec.decoder.vocab_size, settings.prompt_format, spec.tokenizer_class, spec.template_values
+        folder,
+        spec.decoder.vocab_size,
+        settings.prompt_format,
+        spec.tokenizer_class,
+        spec.template_values,
+        spec.chat_template,
+        spec.end_of_answer,
+        spec.tokenizer_home,
     )
     engine = Engine(spec, loaded.decoder, settings.max_rows, settings.max_step_tokens, settings.prefix_cache_mb)
     return Model(settings.queue_model, engine, tokenizer, loaded)

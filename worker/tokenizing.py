@@ -19,7 +19,8 @@ class Tokenizer:
 
     A `prompt` becomes one user turn when the model has a chat template and `prompt_format` is `chat`; `messages`
     always go through the template, which sees `template_values` too. `class_name` is transformers' class for a
-    checkpoint that names one of its own.
+    checkpoint that names one of its own, `chat_template` for one that has none, `end_of_answer` a text at which answers
+    are cut, and `home` the repository that has the tokenizer of checkpoints published without one.
     """
 
     def __init__(
@@ -29,22 +30,30 @@ class Tokenizer:
         prompt_format: PromptFormat = "chat",
         class_name: str | None = None,
         template_values: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
+        end_of_answer: str | None = None,
+        home: str | None = None,
     ) -> None:
         # Imported here: transformers takes seconds to import, and `worker --help` should not.
         import transformers
 
+        hint = f"; this family's is that of '{home}': put its files into the folder" if home else ""
         kind = getattr(transformers, class_name or "AutoTokenizer")
         try:  # unless told not to, transformers asks at the terminal whether to run the checkpoint's code
             self._tokenizer: Any = kind.from_pretrained(folder, trust_remote_code=False)
         except (OSError, ValueError) as error:
-            raise ModelLoadError(f"{folder}: no usable tokenizer: {' '.join(str(error).split())}") from None
+            raise ModelLoadError(f"{folder}: no usable tokenizer: {' '.join(str(error).split())}{hint}") from None
+        if not self._tokenizer("a", add_special_tokens=False)["input_ids"]:  # what a named class makes of no files
+            raise ModelLoadError(f"{folder}: no usable tokenizer: its files are missing{hint}")
         if len(self._tokenizer) > vocab_size:
             raise ModelLoadError(
                 f"{folder}: the tokenizer knows {len(self._tokenizer)} tokens, the model only {vocab_size}; "
                 "they do not belong together"
             )
+        self._tokenizer.chat_template = self._tokenizer.chat_template or chat_template
         self._vocab_size = vocab_size
         self._template_values = dict(template_values or {})
+        self._end_of_answer = end_of_answer
         self._wrap = prompt_format == "chat" and self._tokenizer.chat_template is not None
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
@@ -64,6 +73,8 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of an answer, special tokens left out."""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        if self._end_of_answer and self._end_of_answer in text:
+            return text[: text.index(self._end_of_answer)].rstrip()
         return text
 
     def _known(self, token_ids: list[int]) -> tuple[int, ...]:

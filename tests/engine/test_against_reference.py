@@ -13,7 +13,8 @@ from tests import checkpoints
 from tests.engine.reference import Answer, Recipe, Reference, masked
 from tests.engine.running import prompt, request, run
 from worker.engine import Engine, Loaded
-from worker.engine.models.decoder import Attend, Decoder
+from worker.engine.models.decoder import Attend
+from worker.engine.models.decoders import AnyDecoder
 from worker.engine.sequence import Row, State
 
 LENGTHS = (1, 2, 5, 17, 40, 140)  # the last one outgrows the smallest cache slot
@@ -256,15 +257,16 @@ def test_bidirectional_logits_agree_on_mixed_lengths(bidirectional: Loaded, bidi
     torch.testing.assert_close(logits[-1], torch.cat(wanted), atol=1e-4, rtol=0)
 
 
-class RecordingDecoder(Decoder):
+class RecordingDecoder:
     """A decoder that remembers the logits of every position that was asked for."""
 
-    def __init__(self, decoder: Decoder) -> None:
-        self.__dict__.update(decoder.__dict__)
+    def __init__(self, decoder: AnyDecoder) -> None:
+        self._decoder = decoder
+        self.config, self.head, self.device, self.dtype = decoder.config, decoder.head, decoder.device, decoder.dtype
         self.logits: list[Tensor] = []
 
     def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend, wanted: Tensor) -> Tensor:
-        out = super().hidden(tokens, positions, attend, wanted)
+        out = self._decoder.hidden(tokens, positions, attend, wanted)
         self.logits.append(self.head(out))
         return out
 

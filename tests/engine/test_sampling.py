@@ -63,6 +63,14 @@ def test_greedy_equals_torch_whatever_the_slices(vocabulary: int, size: int) -> 
         torch.testing.assert_close(got.entropy.double(), expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("size", [3, 8, 64])
+def test_a_head_may_have_a_bias(size: int) -> None:
+    hidden, head = tensors(13)
+    bias = torch.linspace(-2, 2, 13)
+    expected = hidden.double() @ head.double().T + bias
+    torch.testing.assert_close(Head(head, size, bias)(hidden).double(), expected, atol=1e-5, rtol=0)
+
+
 def test_entropy_is_left_out_unless_asked_for() -> None:
     hidden, head = tensors(8)
     assert predict(hidden, Head(head), mask_id=0, want_entropy=False, draw=None).entropy is None

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from contract.errors import UsageError
 from contract.sampling import SamplingParams
 from contract.settings import WorkerSettings
-from tests.checkpoints import MASK, a2d_qwen3, llada, llama_block, nemotron, sdar, stable_diffcoder, wedlm
+from tests.checkpoints import MASK, a2d_qwen3, llada, llama_block, modernbert, nemotron, sdar, stable_diffcoder, wedlm
 from worker.bench import prompts, scale, series
 from worker.bench.autoregressive import Autoregressive
 from worker.bench.causal import Causal
@@ -265,6 +265,13 @@ def test_the_plain_sampler_is_the_engine_with_one_token_a_step(
         request = Request(seed, tuple(range(60 + seed, 71 + seed)), params)
         done = continuous(Engine(loaded.spec, loaded.decoder, 1), [full_step(request)]).finished[seed]
         assert Sampler(loaded).answer(request.prompt_ids, length, block_length) == done.token_ids
+
+
+def test_the_plain_sampler_has_the_models_windows(tmp_path: Path) -> None:
+    loaded = load(modernbert(tmp_path / "m"), "cpu", "float32", threads=1)
+    request = Request(0, tuple(range(120)), SamplingParams(max_new_tokens=12))
+    done = continuous(Engine(loaded.spec, loaded.decoder, 1), [full_step(request)]).finished[0]
+    assert Sampler(loaded).answer(request.prompt_ids, 12) == done.token_ids
 
 
 def test_the_reference_counts_the_engines_tokens_and_its_own_time(workload: Workload) -> None:

@@ -35,6 +35,10 @@ FAMILIES = [
     checkpoints.stable_diffcoder,
     checkpoints.nemotron,
     checkpoints.wedlm,
+    checkpoints.modernbert,
+    checkpoints.bert,
+    checkpoints.mdlm,
+    checkpoints.bd3lm,
 ]
 MODULES = ("configuration_trap.py", "modeling_trap.py", "tokenization_trap.py", "__init__.py", "setup.py")
 
@@ -117,6 +121,55 @@ def test_the_chat_template_is_given_the_familys_values(tmp_path: Path) -> None:
     change(folder / "tokenizer_config.json", chat_template=template)
     request = opened(folder).request("r", "Why?", SamplingParams())
     assert Tokenizer(folder, checkpoints.VOCABULARY).decode(request.prompt_ids).endswith("<think></think>")
+
+
+def test_a_family_gives_its_chat_template_to_a_tokenizer_that_has_none(tmp_path: Path) -> None:
+    folder = checkpoints.modernbert(tmp_path)
+    model = opened(folder)
+    turns = ("system", " Be brief. "), ("user", "Why?\n"), ("assistant", "Because."), ("user", "Why?")
+    messages = tuple(Message(role=role, content=content) for role, content in turns)
+    request = model.request("r", messages, SamplingParams())
+    assert Tokenizer(folder, checkpoints.VOCABULARY).decode(request.prompt_ids) == (
+        "[SYS]\nBe brief.\n[/SYS]\n\n[Question]\nWhy?\n[/Question]\n\n[Answer]\nBecause.\n[/Answer]\n\n"
+        "[Question]\nWhy?\n[/Question]\n\n[Answer]\n"
+    )
+
+
+def test_a_tokenizers_own_chat_template_comes_before_the_familys(tmp_path: Path) -> None:
+    model = opened(checkpoints.modernbert(tmp_path, chat_template=True))
+    assert checkpoints.TURN in model.request("r", "Why?", SamplingParams()).prompt_ids
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [("So.\n[/Answer]\n\n[Question]", "So."), (" So. \n", " So. \n"), ("[/Answer]", ""), ("[/Answer", "[/Answer")],
+)
+def test_answers_are_cut_at_the_text_that_ends_them(tmp_path: Path, text: str, answer: str) -> None:
+    folder = checkpoints.modernbert(tmp_path)
+    tokenizer = Tokenizer(folder, checkpoints.VOCABULARY, "raw", end_of_answer="[/Answer]")
+    assert tokenizer.decode(tokenizer.encode(text)) == answer
+
+
+def test_gpt2s_files_are_read_whatever_the_configuration_names(tmp_path: Path) -> None:
+    """Its tokenizer_config.json names no class, and the model_type is not one of transformers'."""
+    model = opened(checkpoints.mdlm(tmp_path))
+    text = "Wärme 7 ≠ heat\n"
+    ids = model.request("r", f"<|endoftext|>{text}", SamplingParams()).prompt_ids
+    assert ids[0] == checkpoints.STOP
+    assert len(ids) == len(text.encode()) + 1
+    assert model.tokenizer.decode(ids) == text
+
+
+def test_a_tokenizer_that_is_published_elsewhere_is_named(tmp_path: Path) -> None:
+    folder = checkpoints.mdlm(tmp_path, tokenizer=False)
+    with pytest.raises(ModelLoadError, match="is that of 'openai-community/gpt2': put its files into the folder"):
+        opened(folder)
+
+
+def test_a_named_tokenizer_without_files_is_refused(tmp_path: Path) -> None:
+    """transformers would make one that knows no text."""
+    with pytest.raises(ModelLoadError, match="no usable tokenizer: its files are missing"):
+        opened(checkpoints.dream(tmp_path, tokenizer=False))
 
 
 def test_a_name_under_models_comes_before_a_path_and_the_hub(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:

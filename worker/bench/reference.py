@@ -78,7 +78,8 @@ class Sampler:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)  # (heads, T, head_dim)
             k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
-            seen = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=visible)[0]
+            mask = _near(visible, len(tokens), c.window, q.device) if layer in c.local_layers else visible
+            seen = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask)[0]
             return seen.transpose(0, 1).reshape(-1, c.heads * c.head_dim)
 
         positions = torch.arange(len(tokens), device=tokens.device)
@@ -98,6 +99,13 @@ class Sampler:
         visible = torch.ones(length, length, dtype=torch.bool, device=self._decoder.device).tril()
         visible[start:end, start:end] = True
         return visible
+
+
+def _near(visible: Tensor | None, length: int, window: int, device: torch.device) -> Tensor:
+    """What a local layer's queries see of `visible`: at most `window` positions to either side."""
+    places = torch.arange(length, device=device)
+    near = (places[:, None] - places).abs() <= window
+    return near if visible is None else visible & near
 
 
 def log_likelihood(loaded: Loaded, prompt_ids: tuple[int, ...], token_ids: tuple[int, ...]) -> float:

@@ -1,7 +1,7 @@
 """Packed queries meet the stored keys of their own rows.
 
 Attention runs per slot class: spans of equal length are one call over neighbouring slots, each query seeing its own
-row's first `visible` keys.
+row's first `visible` keys. In a model's local layers a query sees those of them that are at most `window` away.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class Call:
     read: Tensor  # (R * heads * n,)
     write: Tensor  # (R * heads * n,); slots that do not take part write to a spare position
     mask: Tensor | None  # (R, 1, groups * n, keys) additive; None: everything is visible
+    local_mask: Tensor | None  # the same in local layers; theirs is `mask` where the window holds every key
 
 
 class AttentionPlan:
@@ -95,7 +96,8 @@ class AttentionPlan:
         """q (R * heads * n, head_dim) -> what each saw, likewise."""
         q = q.view(call.rows, self._config.kv_heads, -1, self._config.head_dim)
         keys, values = call.held.data[layer, :, call.first : call.first + call.rows, :, : call.keys]
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask=call.mask).reshape(-1, self._config.head_dim)
+        mask = call.local_mask if layer in self._config.local_layers else call.mask
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask).reshape(-1, self._config.head_dim)
 
     def _plan_class(self, held: SlotClass, members: list[Member]) -> None:
         packed = [member.packed + i for member in members for i in range(len(member.span.tokens))]
@@ -125,18 +127,39 @@ class AttentionPlan:
         self.padded_cells += rows * length * keys
         write = self._by_head(packed, rows, length)
         read = write.where(write < self._total * self._config.heads, 0)
-        return Call(held, first, rows, keys, read, write, self._mask(visible, rows, length, keys))
+        hidden = self._beyond(visible, rows, length, keys)
+        mask = local_mask = self._additive(hidden)
+        if self._config.window and keys > self._config.window + 1:
+            afar = self._afar(members, first, rows, length, keys)
+            local_mask = self._additive(afar if hidden is None else afar | hidden)
+        return Call(held, first, rows, keys, read, write, mask, local_mask)
 
     def _by_head(self, packed: list[int], rows: int, length: int) -> Tensor:
         c = self._config
         head = torch.arange(c.heads, device=self._slots.device).view(1, c.kv_heads, -1, 1)
         return (self._tensor(packed).view(rows, 1, 1, length) * c.heads + head).flatten()
 
-    def _mask(self, visible: list[int], rows: int, length: int, keys: int) -> Tensor | None:
+    def _beyond(self, visible: list[int], rows: int, length: int, keys: int) -> Tensor | None:
+        """(R, 1, n, keys) bool: keys that a query must not see; None where it sees all."""
         if all(count == keys for count in visible):
             return None
         limit = self._tensor(visible).view(rows, 1, length, 1)
-        hidden = torch.arange(keys, device=self._slots.device) >= limit
+        return torch.arange(keys, device=self._slots.device) >= limit
+
+    def _afar(self, members: list[Member], first: int, rows: int, length: int, keys: int) -> Tensor:
+        """(R, 1, n, keys) bool: keys that are more than a window away from a query."""
+        positions = [0] * (rows * length)
+        for member in members:
+            at = (member.slot - first) * length
+            positions[at : at + length] = range(member.span.start, member.span.end)
+        place = self._tensor(positions).view(rows, 1, length, 1)
+        key = torch.arange(keys, device=self._slots.device)
+        return (key < place - self._config.window) | (key > place + self._config.window)
+
+    def _additive(self, hidden: Tensor | None) -> Tensor | None:
+        """(R, 1, groups * n, keys): what the scores are given, nothing or minus infinity."""
+        if hidden is None:
+            return None
         mask = torch.zeros(hidden.shape, dtype=self._slots.dtype, device=self._slots.device)
         return mask.masked_fill_(hidden, -torch.inf).repeat(1, 1, self._config.heads // self._config.kv_heads, 1)
 

@@ -13,7 +13,7 @@ import torch
 from contract.errors import BadPrompt, PromptFailure
 from worker.engine.admission import admit
 from worker.engine.memory import is_out_of_memory, plan_memory
-from worker.engine.models.decoder import Decoder
+from worker.engine.models.decoders import AnyDecoder
 from worker.engine.models.spec import ModelSpec
 from worker.engine.prefixes import Prefixes
 from worker.engine.request import Finished, Request
@@ -37,7 +37,7 @@ class Engine:
     def __init__(
         self,
         spec: ModelSpec,
-        decoder: Decoder,
+        decoder: AnyDecoder,
         max_rows: int = 32,
         max_step_tokens: int = 2048,
         prefix_cache_mb: int = 256,

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from contract.errors import ModelLoadError
-from worker.engine.models.decoder import Decoder, dtype_of, shapes
+from worker.engine.models.decoder import dtype_of
+from worker.engine.models.decoders import AnyDecoder, build, shapes
 from worker.engine.models.registry import model_spec
 from worker.engine.models.spec import NAME, ModelSpec
 from worker.engine.weights import open_weights
@@ -27,7 +28,7 @@ class Loaded:
     """A model that is ready to run."""
 
     spec: ModelSpec
-    decoder: Decoder
+    decoder: AnyDecoder
 
     @property
     def parameters(self) -> int:
@@ -48,7 +49,7 @@ def load(
         torch.set_num_threads(threads)
     with ExitStack() as stack:
         fetch = _fetch(folder, spec, allow_pickles, stack)
-        decoder = Decoder(spec.decoder, lambda name: fetch(name).to(target, dtype_of(name, wanted)))
+        decoder = build(spec.decoder, lambda name: fetch(name).to(target, dtype_of(name, wanted)))
     return Loaded(spec, decoder)
 
 
@@ -117,7 +118,7 @@ def _compare(
         if name in found and found[name] != shape
     ]
     # A tied head is sometimes stored as well; it is the embedding again.
-    spare = {spec.tensor_name("head")} if spec.decoder.tied_head else set()
+    spare = spec.spare_tensors | ({spec.tensor_name("head")} if spec.decoder.tied_head else set())
     complaints += [f"unexpected {name}" for name in found if name not in wanted and name not in spare]
     if complaints:
         more = f" and {len(complaints) - 5} more" if len(complaints) > 5 else ""

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from worker.engine.cache import capacity_for
-from worker.engine.models.decoder import Decoder
+from worker.engine.models.decoders import AnyDecoder
 from worker.engine.models.spec import DecoderConfig
 
 SHARE = 0.5
@@ -40,7 +40,7 @@ class MemoryPlan:
 
 
 def plan_memory(
-    decoder: Decoder, bytes_per_position: int, max_step_tokens: int, budget: int | None = None
+    decoder: AnyDecoder, bytes_per_position: int, max_step_tokens: int, budget: int | None = None
 ) -> MemoryPlan:
     """The plan for a loaded decoder; `budget` in bytes, None for what is free."""
     if budget is None:
@@ -48,7 +48,7 @@ def plan_memory(
     return MemoryPlan(budget, bytes_per_position)
 
 
-def step_bytes(decoder: Decoder, positions: int) -> int:
+def step_bytes(decoder: AnyDecoder, positions: int) -> int:
     """Roughly the tensors of one step: residual stream and norms, queries to values, the MLP's, one logits slice."""
     c = decoder.config
     wide = 6 * c.hidden_size + 2 * (c.heads + 2 * c.kv_heads) * c.head_dim + _mlp_width(c)

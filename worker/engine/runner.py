@@ -17,7 +17,7 @@ from contract.sampling import Rule
 from worker.engine.attention import AttentionPlan
 from worker.engine.cache import Slots
 from worker.engine.history import History
-from worker.engine.models.decoder import Decoder
+from worker.engine.models.decoders import AnyDecoder
 from worker.engine.models.spec import ModelSpec
 from worker.engine.request import Span
 from worker.engine.sampling import Draw, Prediction, log_probabilities, predict, uniform
@@ -31,7 +31,7 @@ from worker.engine.unmasking.rule import Candidates
 class ModelRunner:
     """Owns the decoder and the slots; runs one step for the rows it is given. Call under `torch.inference_mode`."""
 
-    def __init__(self, spec: ModelSpec, decoder: Decoder) -> None:
+    def __init__(self, spec: ModelSpec, decoder: AnyDecoder) -> None:
         self.spec = spec
         self.decoder = decoder
         self.slots = Slots(spec.decoder, decoder.dtype, decoder.device)

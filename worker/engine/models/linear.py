@@ -31,13 +31,12 @@ class Linear:
 
 
 class Head:
-    """The projection to the vocabulary, in slices: (first token, part) pairs."""
+    """The projection to the vocabulary, in slices: (first token, part) pairs. bias: (V,)."""
 
-    def __init__(self, weight: Tensor, slice_length: int = 8192) -> None:
+    def __init__(self, weight: Tensor, slice_length: int = 8192, bias: Tensor | None = None) -> None:
         self.shape = tuple(weight.shape)
-        self.parts = [
-            (start, Linear(weight[start : start + slice_length])) for start in range(0, self.shape[0], slice_length)
-        ]
+        slices = [slice(start, start + slice_length) for start in range(0, self.shape[0], slice_length)]
+        self.parts = [(one.start, Linear(weight[one], None if bias is None else bias[one])) for one in slices]
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden (N, d) -> logits (N, V); for the few positions that need all of them at once."""

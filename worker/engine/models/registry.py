@@ -7,6 +7,7 @@ from typing import Any
 from contract.errors import ModelLoadError, nearest
 from worker.engine.models import (
     a2d_qwen3,
+    bert,
     dream,
     dream_reasoner,
     fast_dllm_v2,
@@ -15,6 +16,8 @@ from worker.engine.models import (
     llada2,
     llada_moe,
     llama_block,
+    mdlm,
+    modernbert,
     nemotron_labs_diffusion,
     sdar,
     sdar_moe,
@@ -23,24 +26,25 @@ from worker.engine.models import (
 )
 from worker.engine.models.spec import Experts, ModelSpec
 
+DENSE = (
+    llama_block,
+    llada,
+    illada,
+    dream,
+    a2d_qwen3,
+    sdar,
+    dream_reasoner,
+    stable_diffcoder,
+    fast_dllm_v2,
+    nemotron_labs_diffusion,
+    wedlm,
+)
+WITH_EXPERTS = (llada_moe, llada2, sdar_moe)
+OTHERWISE_BUILT = (modernbert, bert, mdlm)
+
 FAMILIES = {
     architecture: family
-    for family in (
-        llama_block,
-        llada,
-        illada,
-        llada_moe,
-        dream,
-        a2d_qwen3,
-        sdar,
-        sdar_moe,
-        dream_reasoner,
-        stable_diffcoder,
-        fast_dllm_v2,
-        llada2,
-        nemotron_labs_diffusion,
-        wedlm,
-    )
+    for family in (*DENSE, *WITH_EXPERTS, *OTHERWISE_BUILT)
     for architecture in family.ARCHITECTURES
 }
 

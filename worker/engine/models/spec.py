@@ -44,10 +44,14 @@ class Experts:
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Shapes and options of the one lean decoder (RMSNorm, RoPE, grouped-query attention, SwiGLU or experts).
+    """Shapes and options of the lean decoder (RMSNorm, RoPE, grouped-query attention, SwiGLU or experts).
 
     fused_qkv: one weight holds all query heads, then all key heads, then all value heads.
     rotary_dim: how many of a head's first dimensions are rotated; None: all.
+    window: how many positions to either side `local_layers` see.
+
+    Other decoders have a subclass each, with what only they need; `decoders.py` goes by it. The rest of the engine
+    (attention, slots, memory, admission) reads the fields here whatever the decoder.
     """
 
     vocab_size: int
@@ -67,6 +71,8 @@ class DecoderConfig:
     rotary_dim: int | None = None
     yarn: Yarn | None = None
     experts: Experts | None = None
+    window: int = 0
+    local_layers: frozenset[int] = frozenset()
 
     @property
     def active_mlp_weights(self) -> int:
@@ -91,7 +97,11 @@ class ModelSpec:
     commit: whether a finished block is written by a forward of its own, or by the next block's first denoise step.
     tokenizer_class: transformers' class for checkpoints whose tokenizer names a class of their own.
     template_values: what the chat template is given beside the messages.
+    chat_template: the family's, for checkpoints whose tokenizer has none.
+    end_of_answer: a text at which answers end, where no token of its own says so.
+    tokenizer_home: the repository whose tokenizer belongs to checkpoints that are published without one.
     tensor_name: our name of a weight (`layers.0.q`, `embed`, `head` …) to the published one.
+    spare_tensors: published names that may be stored and say nothing new.
     """
 
     family: str
@@ -109,3 +119,7 @@ class ModelSpec:
     last_block: Literal["whole", "cut"] = "whole"
     tokenizer_class: str | None = None
     template_values: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    chat_template: str | None = None
+    end_of_answer: str | None = None
+    tokenizer_home: str | None = None
+    spare_tensors: frozenset[str] = frozenset()
