@@ -18,11 +18,19 @@ from contract.paths import Folders
 from contract.sampling import SamplingParams
 from contract.settings import WorkerSettings
 from tests import checkpoints
+from tests.canvas_checkpoint import diffusion_gemma
 from worker.model import Model, model_folder, open_model
 from worker.tokenizing import Tokenizer
 
 Write = Callable[..., Path]
-FAMILIES = [checkpoints.llama_block, checkpoints.llada, checkpoints.illada, checkpoints.dream, checkpoints.a2d_qwen3]
+FAMILIES = [
+    checkpoints.llama_block,
+    checkpoints.llada,
+    checkpoints.illada,
+    checkpoints.dream,
+    checkpoints.a2d_qwen3,
+    diffusion_gemma,
+]
 MODULES = ("configuration_trap.py", "modeling_trap.py", "tokenization_trap.py", "__init__.py", "setup.py")
 
 

@@ -104,6 +104,16 @@ def _cpu_multiplies_bfloat16() -> bool:
 
 def _open_weights(folder: Path, spec: ModelSpec, stack: ExitStack) -> Callable[[str], Tensor]:
     """A function from our weight name to the tensor; complains at once about anything that does not fit."""
+    where = open_weights(folder, stack)
+    wanted = {spec.tensor_name(name): shape for name, shape in shapes(spec.decoder).items()}
+    # A tied head is sometimes stored as well; it is the embedding again.
+    spare = {spec.tensor_name("head")} if spec.decoder.tied_head else set()
+    compare(folder, wanted, {name: tuple(file.get_slice(name).get_shape()) for name, file in where.items()}, spare)
+    return lambda name: where[spec.tensor_name(name)].get_tensor(spec.tensor_name(name))
+
+
+def open_weights(folder: Path, stack: ExitStack) -> dict[str, Any]:
+    """The open safetensors file of every published tensor name; `stack` closes them."""
     where: dict[str, Any] = {}
     for file in _weight_files(folder):
         try:
@@ -111,9 +121,7 @@ def _open_weights(folder: Path, spec: ModelSpec, stack: ExitStack) -> Callable[[
         except (SafetensorError, OSError) as error:
             raise ModelLoadError(f"{file} cannot be read as safetensors: {error}") from None
         where |= dict.fromkeys(opened.keys(), opened)
-    wanted = {spec.tensor_name(name): shape for name, shape in shapes(spec.decoder).items()}
-    _compare(folder, wanted, {name: tuple(file.get_slice(name).get_shape()) for name, file in where.items()}, spec)
-    return lambda name: where[spec.tensor_name(name)].get_tensor(spec.tensor_name(name))
+    return where
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -143,17 +151,16 @@ def _pickles(folder: Path) -> str:
     return f"; {names[0]}{more} may run code when read: convert the weights to safetensors"
 
 
-def _compare(
-    folder: Path, wanted: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]], spec: ModelSpec
+def compare(
+    folder: Path, wanted: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]], spare: set[str]
 ) -> None:
+    """Complain about every tensor that is missing, has another shape, or is neither wanted nor `spare`."""
     complaints = [f"missing {name}" for name in wanted if name not in found]
     complaints += [
         f"{name} has shape {list(found[name])}, expected {list(shape)}"
         for name, shape in wanted.items()
         if name in found and found[name] != shape
     ]
-    # A tied head is sometimes stored as well; it is the embedding again.
-    spare = {spec.tensor_name("head")} if spec.decoder.tied_head else set()
     complaints += [f"unexpected {name}" for name in found if name not in wanted and name not in spare]
     if complaints:
         more = f" and {len(complaints) - 5} more" if len(complaints) > 5 else ""

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from contract.sampling import Commit, Rule
 
-Attention = Literal["causal_context", "block_causal", "bidirectional"]
+Attention = Literal["causal_context", "block_causal", "bidirectional", "canvas"]
 NAME = "_name_or_path"
 """The field in which the loader hands a family the checkpoint's name: some facts are published nowhere else."""
 
