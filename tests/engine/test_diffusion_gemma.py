@@ -302,6 +302,13 @@ def test_a_missing_size_is_named() -> None:
         canvas_spec(changed)
 
 
+def test_only_fields_that_are_understood_reach_transformers() -> None:
+    """Others could name an implementation that is fetched from somewhere and run."""
+    changed = config()
+    changed["text_config"] |= {"attn_implementation": "org/kernel", "experts_implementation": "org/kernel"}
+    assert canvas_spec(changed) == canvas_spec(config())
+
+
 def test_what_transformers_refuses_is_said(tmp_path: Path) -> None:
     diffusion_gemma(tmp_path, tokenizer=False)
     changed = config()

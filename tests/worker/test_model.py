@@ -114,6 +114,20 @@ def test_the_chat_template_is_given_the_familys_values(tmp_path: Path) -> None:
     assert Tokenizer(folder, checkpoints.VOCABULARY).decode(request.prompt_ids).endswith("<think></think>")
 
 
+def test_a_model_of_random_canvases_answers_through_its_own_template(tmp_path: Path) -> None:
+    """Published in a file beside the tokenizer's."""
+    model = opened(diffusion_gemma(tmp_path, chat_template=True))
+    request = model.request("r", "Why?", None, SamplingParams(max_new_tokens=40))
+    assert model.tokenizer.decode(request.prompt_ids) == "user\nWhy?\nmodel\n"
+    model.engine.add(request)
+    while not (finished := model.engine.step()):
+        pass
+    assert len(model.tokenizer.decode(finished[0].token_ids)) > 0
+    facts = model.describe()
+    assert (facts["family"], facts["mask_id"], facts["context"]) == ("diffusion_gemma", None, 512)
+    assert facts["rows_at_full_context"] > 0
+
+
 def test_a_name_under_models_comes_before_a_path_and_the_hub(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     for folder in (folders.models / "org/name", folders.root / "org/name"):
         folder.mkdir(parents=True)
