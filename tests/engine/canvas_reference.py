@@ -1,7 +1,7 @@
-"""A plain sampler for models that denoise random tokens: one row, transformers' model and cache, no code of ours.
+"""A plain sampler for models that denoise random tokens: one row, transformers' model, cache, and parts of a sampler.
 
-Written from transformers' description of `generate`, with two changes that make answers comparable: random numbers
-are the engine's hash of (seed, draw, position), and the answer is cut at the first stop token or the limit.
+The loop is written from transformers' description of `generate`, with two changes that make answers comparable: random
+numbers are the engine's hash of (seed, draw, position), and the answer is cut at the first stop token or the limit.
 """
 
 from __future__ import annotations
@@ -13,6 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
+    EntropyBoundSampler,
+    EntropyBoundSamplerConfig,
+    LinearTemperatureScheduleLogitsProcessor,
+    StableAndConfidentStoppingCriteria,
+)
 from transformers.models.diffusion_gemma.modeling_diffusion_gemma import DiffusionGemmaForBlockDiffusion
 
 from worker.engine.sampling import uniform
@@ -82,33 +88,27 @@ class Reference:
 
     def _canvas(self, cache: DynamicCache, start: int, recipe: Recipe) -> tuple[list[int], int]:
         vocabulary, length = self.model.config.text_config.vocab_size, self.model.config.canvas_length
+        heat = LinearTemperatureScheduleLogitsProcessor(recipe.coldest, recipe.hottest, recipe.steps)
+        sampler = EntropyBoundSampler(EntropyBoundSamplerConfig(recipe.bound), length, vocabulary, recipe.steps)
+        stop = StableAndConfidentStoppingCriteria(recipe.stable, recipe.sure)
 
         def chance(draw: int, at: int) -> float:
             return float(uniform(*(torch.tensor([number]) for number in (recipe.seed, draw, start + at))))
 
-        def noise(draw: int) -> list[int]:
-            return [int(chance(draw, at) * vocabulary) for at in range(length)]
+        def noise(draw: int) -> Tensor:
+            return torch.tensor([int(chance(draw, at) * vocabulary) for at in range(length)])
 
-        canvas, past, logits = noise(0), [], None
+        canvas, logits = noise(0), None
         for step in range(1, recipe.steps + 1):
-            left = (recipe.steps - step + 1) / recipe.steps
-            logits = self.logits(cache, torch.tensor(canvas), logits)
-            logits = logits / (recipe.coldest + (recipe.hottest - recipe.coldest) * left)
-            p = logits.softmax(-1)
-            best = logits.argmax(-1).tolist()
-            entropy = torch.distributions.Categorical(logits=logits).entropy()
-            still = len(past) >= recipe.stable and all(one == best for one in past[len(past) - recipe.stable :])
-            if still and float(entropy.mean()) < recipe.sure:
+            left = recipe.steps + 1 - step
+            logits = heat(canvas, self.logits(cache, canvas, logits), left)
+            best, p = logits.argmax(-1), logits.softmax(-1)
+            proposal = torch.tensor([drawn(p[at], chance(2 * step - 1, at)) for at in range(length)])
+            taken = sampler.accept_canvas(canvas[None], proposal[None], logits[None], left)[0]
+            canvas = torch.where(sampler.accepted_token_mask[0], taken, noise(2 * step))
+            if stop(best[None], logits[None]):
                 break
-            past.append(best)
-            fresh, total = noise(2 * step), 0.0
-            canvas = fresh
-            for at in entropy.argsort(stable=True).tolist():
-                if total > recipe.bound:
-                    break
-                total += float(entropy[at])
-                canvas[at] = drawn(p[at], chance(2 * step - 1, at))
-        return best, step
+        return best.tolist(), step
 
 
 def drawn(p: Tensor, chance: float) -> int:

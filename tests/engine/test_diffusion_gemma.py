@@ -22,6 +22,7 @@ from tests.engine.running import drain, prompt
 from worker.engine import Request, engine_of, load
 from worker.engine.canvas.context import Context, Stretch
 from worker.engine.canvas.loading import CanvasLoaded
+from worker.engine.canvas.model import CanvasModel
 from worker.engine.canvas.native import published_shapes, text_models
 from worker.engine.models.registry import canvas_spec
 
@@ -140,7 +141,7 @@ CASES = [
     {"max_new_tokens": CANVAS},
     {"denoise_steps": 1},
     {"denoise_steps": 30},
-    {"entropy_bound": 0.0},
+    {"entropy_bound": 1e-9},
     {"entropy_bound": 100.0},
     {"temperature": 0.3},
 ]
@@ -219,6 +220,8 @@ def test_the_real_configuration_has_the_published_totals() -> None:
     conditioning = sum(one.numel() for one in decoder.self_conditioning.parameters())
     text = sum(one.numel() for one in decoder.parameters()) - conditioning
     assert (text, conditioning) == (25_233_141_760, 17_844_992)
+    full, sliding = CanvasModel(decoder, encoder).position_bytes()  # of 4 bytes a number
+    assert (full, sliding) == (5 * 2 * 2 * 512 * 4, 25 * 2 * 8 * 256 * 4)
 
 
 def test_with_the_vision_tower_it_is_all_that_is_published() -> None:

@@ -29,9 +29,10 @@ class Context:
         return torch.cat([keys, k], dim=1), torch.cat([values, v], dim=1)
 
     def keep(self, layer: int, keys: Tensor, values: Tensor, window: int | None) -> None:
-        """Hold these instead; of a sliding layer what the next token may see beside itself."""
+        """Hold these instead, as copies that nothing else hangs on; of a sliding layer what the next token may see."""
         first = max(0, keys.shape[1] - (window - 1)) if window else 0
-        self.held[layer] = (keys[:, first:].clone(), values[:, first:].clone()) if first else (keys, values)
+        keys, values = (one[:, first:].clone(memory_format=torch.contiguous_format) for one in (keys, values))
+        self.held[layer] = keys, values
 
 
 class Stretch:

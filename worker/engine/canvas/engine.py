@@ -118,8 +118,8 @@ class CanvasEngine:
         parts: list[tuple[CanvasRow, Stretch]] = []
         tokens: list[int] = []
         for row in sorted((row for row in self._running if row.waiting), key=lambda row: len(row.waiting)):
-            if len(tokens) < self.max_step_tokens:
-                stretch, part = row.store(self.max_step_tokens - len(tokens))
+            if row.fits(left := self.max_step_tokens - len(tokens)):
+                stretch, part = row.store(left)
                 parts.append((row, stretch))
                 tokens += part
         if not parts:

@@ -60,6 +60,10 @@ class CanvasRow:
         """Positions of the next canvas before the answer's limit; the rest only fills it."""
         return min(self.plan.block_length, self.plan.max_new_tokens - len(self.answer))
 
+    def fits(self, budget: int) -> bool:
+        """May text be stored within `budget` positions? A canvas is stored in one forward, a prompt in several."""
+        return budget >= (len(self.waiting) if self.answer else 1)
+
     def store(self, budget: int) -> tuple[Stretch, list[int]]:
         """The next of the waiting text, at most `budget` tokens."""
         part = self.waiting[:budget]

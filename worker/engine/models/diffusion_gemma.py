@@ -52,7 +52,8 @@ _ALWAYS = {
 
 def spec(config: dict[str, Any]) -> CanvasSpec:
     """The family facts of a checkpoint whose `config.json` is `config`."""
-    text, generation = config["text_config"], config.get(GENERATION) or {}
+    text = config["text_config"]
+    generation = {name: value for name, value in (config.get(GENERATION) or {}).items() if value is not None}
     _refuse_other_forward_passes(config, text)
     return CanvasSpec(
         family="diffusion_gemma",
@@ -64,10 +65,10 @@ def spec(config: dict[str, Any]) -> CanvasSpec:
         ),
         text={name: text[name] for name in _TEXT_FIELDS},
         stop_ids=_stop_ids(config, generation),
-        denoise_steps=generation.get("max_denoising_steps") or 48,
+        denoise_steps=generation.get("max_denoising_steps", 48),
         hottest=generation.get("t_max", 0.8),
         coldest=generation.get("t_min", 0.4),
-        entropy_bound=(generation.get("sampler_config") or {}).get("entropy_bound", 0.1),
+        entropy_bound=generation.get("sampler_config", {}).get("entropy_bound", 0.1),
         stable_steps=generation.get("stability_threshold", 1),
         sure_entropy=generation.get("confidence_threshold", 0.005),
     )
