@@ -7,7 +7,7 @@ a job newer than itself with a clear error instead of guessing.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -39,11 +39,11 @@ class ErrorCode(StrEnum):
 REMEDIES: dict[ErrorCode, str] = {
     ErrorCode.BAD_JSON: "make the line one complete JSON object",
     ErrorCode.BAD_ENCODING: "save the file as UTF-8",
-    ErrorCode.BAD_ROW: "give the row a 'prompt' (text) or 'messages' (list of role and content)",
+    ErrorCode.BAD_ROW: "give the row a 'prompt' (text), 'messages' (list of role and content) or 'prompt_token_ids'",
     ErrorCode.BAD_PARAMS: "correct the named parameter; the README's table lists them all",
     ErrorCode.DUPLICATE_ID: "give every row its own custom_id",
     ErrorCode.EMPTY_PROMPT: "put text into the prompt or remove the row",
-    ErrorCode.PROMPT_TOO_LONG: "shorten the prompt to the limit named in the message",
+    ErrorCode.PROMPT_TOO_LONG: "shorten the prompt to the limit named in the message, or set truncate",
     ErrorCode.UNKNOWN_MODEL: "remove the row's 'model' or submit the file with --model set to it",
     ErrorCode.OUT_OF_MEMORY: "lower max_new_tokens, shorten the prompt, or use a larger device",
     ErrorCode.MODEL_ERROR: "read the exception in the worker's log, then `producer retry`",
@@ -61,8 +61,23 @@ class Message(BaseModel):
     content: str
 
 
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Prompt = str | tuple[Message, ...] | tuple[int, ...]
+"""Text, the turns of a conversation, or the token ids of a prompt that is tokenised already."""
+ShownPrompt = str | list[dict[str, str]] | list[int]
+
+
+def shown(prompt: Prompt) -> ShownPrompt:
+    """The prompt as the user wrote it, for output and error rows."""
+    if isinstance(prompt, str):
+        return prompt
+    if turns := [one.model_dump() for one in prompt if isinstance(one, Message)]:
+        return turns
+    return [one for one in prompt if isinstance(one, int)]
+
+
 class PromptJob(BaseModel):
-    """One prompt on its way to a worker. Exactly one of `prompt` and `messages` is set."""
+    """One prompt on its way to a worker. Exactly one of `prompt`, `messages` and `prompt_token_ids` is set."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -73,6 +88,7 @@ class PromptJob(BaseModel):
     id: str = Field(description="the user's custom_id, else the index")
     prompt: str | None = None
     messages: tuple[Message, ...] | None = None
+    prompt_token_ids: tuple[TokenId, ...] | None = None
     params: SamplingParams = SamplingParams()
     submitted_at: float = Field(description="seconds since the epoch")
 
@@ -81,9 +97,11 @@ class PromptJob(BaseModel):
         """The RQ job id: enqueuing the same prompt twice names the same job."""
         return f"{self.batch}-{self.index}"
 
-    def shown_prompt(self) -> str | list[dict[str, str]]:
-        """The prompt as the user wrote it, for output and error rows."""
-        return self.prompt if self.prompt is not None else [m.model_dump() for m in self.messages or ()]
+    @property
+    def asked(self) -> Prompt:
+        """What is to be answered; empty text in a job that was damaged."""
+        given = (self.prompt, self.messages, self.prompt_token_ids)
+        return next((prompt for prompt in given if prompt is not None), "")
 
 
 class Usage(BaseModel):
@@ -98,9 +116,10 @@ class Completion(BaseModel):
 
     index: int
     id: str
-    prompt: str | list[dict[str, str]]
+    prompt: ShownPrompt
     output: str
     finish_reason: FinishReason
+    notes: list[str] = Field(default=[], description="what was done to the prompt or its parameters to make them fit")
     usage: Usage
     model: str
     params: dict[str, Any] = Field(description="the sampling parameters as they were applied, seed included")
@@ -123,7 +142,7 @@ class ErrorRow(BaseModel):
     index: int
     id: str
     line: int
-    prompt: str | list[dict[str, str]] | None
+    prompt: ShownPrompt | None
     error: ErrorDetail
     worker: str | None = None
 

@@ -15,6 +15,7 @@ from contract.errors import BadPrompt, nearest
 Rule = Literal["fixed_steps", "threshold", "left_to_right", "factor", "entropy_bound", "klass", "joint_threshold"]
 CacheKind = Literal["none", "prefix", "dual"]
 Commit = Literal["separate", "fused"]
+Truncate = Literal["left", "middle"]
 
 
 class SamplingParams(BaseModel):
@@ -38,6 +39,7 @@ class SamplingParams(BaseModel):
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    truncate: Truncate | None = None
 
     @model_validator(mode="before")
     @classmethod

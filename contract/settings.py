@@ -106,6 +106,9 @@ class WorkerSettings(Settings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="arithmetic; auto: bfloat16 where the hardware multiplies it natively, else float32"
     )
+    allow_pickle_weights: bool = Field(
+        False, description="read .bin weights where there are no safetensors: only of a source that you trust"
+    )
     prompt_format: Literal["chat", "raw"] = Field(
         "chat", description="chat: a plain prompt becomes a user turn of the model's chat template; raw: as it is"
     )

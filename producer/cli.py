@@ -103,6 +103,7 @@ def submit_command(
     top_p: Annotated[float | None, typer.Option(help="Nucleus sampling")] = None,
     top_k: Annotated[int | None, typer.Option(help="Sample among the k most likely tokens, 0 for all")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed; the same one gives the same text")] = None,
+    truncate: Annotated[str | None, typer.Option(help="left or middle: where too long a prompt is cut")] = None,
     root: Root = None,
     redis_url: RedisUrl = None,
     debug: Debug = False,
@@ -125,6 +126,7 @@ def submit_command(
         "top_p": top_p,
         "top_k": top_k,
         "seed": seed,
+        "truncate": truncate,
     }
     with _errors(debug), Stop() as stop:
         _check_inputs(files, name, priority)

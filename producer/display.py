@@ -145,9 +145,10 @@ def failures(rows: Sequence[ErrorRow]) -> None:
 
 
 def _prompt(row: ErrorRow) -> str:
-    if isinstance(row.prompt, list):
-        return short(row.prompt[-1].get("content", "")) if row.prompt else ""
-    return short(row.prompt or "")
+    if not isinstance(row.prompt, list):
+        return short(row.prompt or "")
+    last = row.prompt[-1] if row.prompt else ""
+    return short(last.get("content", "") if isinstance(last, dict) else f"{len(row.prompt)} tokens")
 
 
 def reading_bar() -> Progress:

@@ -16,7 +16,7 @@ from hashlib import blake2b
 from typing import BinaryIO
 
 from contract.errors import BadPrompt
-from contract.jobs import ErrorCode, ErrorDetail, ErrorRow, Message, PromptJob
+from contract.jobs import ErrorCode, ErrorDetail, ErrorRow, Message, Prompt, PromptJob, shown
 from contract.ledger import BatchSpec, Cursor
 from contract.sampling import SamplingParams, parse_params
 from producer import rows
@@ -136,7 +136,7 @@ class Draft:
 
     def row(self, spec: BatchSpec, index: int, twin: int | None) -> PromptJob | ErrorRow:
         """The finished row; `twin` is the line that used the same id before."""
-        prompt: rows.Prompt | None = None
+        prompt: Prompt | None = None
         try:
             if self.error is not None:
                 raise self.error
@@ -211,32 +211,31 @@ def _whole(line: Line, limit: int) -> bytes:
     return line.raw
 
 
-def _job(spec: BatchSpec, index: int, name: str, line: int, prompt: rows.Prompt, params: SamplingParams) -> PromptJob:
-    return PromptJob(
-        batch=spec.batch,
-        index=index,
-        line=line,
-        id=name,
-        prompt=prompt if isinstance(prompt, str) else None,
-        messages=None if isinstance(prompt, str) else prompt,
-        params=params,
-        submitted_at=time.time(),
+def _job(spec: BatchSpec, index: int, name: str, line: int, prompt: Prompt, params: SamplingParams) -> PromptJob:
+    return PromptJob.model_validate(
+        {
+            "batch": spec.batch,
+            "index": index,
+            "line": line,
+            "id": name,
+            _field(prompt): prompt,
+            "params": params,
+            "submitted_at": time.time(),
+        }
     )
 
 
-def _error(spec: BatchSpec, index: int, name: str, line: int, prompt: rows.Prompt | None, error: BadPrompt) -> ErrorRow:
+def _field(prompt: Prompt) -> str:
+    if isinstance(prompt, str):
+        return "prompt"
+    return "messages" if isinstance(prompt[0], Message) else "prompt_token_ids"
+
+
+def _error(spec: BatchSpec, index: int, name: str, line: int, prompt: Prompt | None, error: BadPrompt) -> ErrorRow:
     return ErrorRow(
         index=index,
         id=name,
         line=line,
-        prompt=_shown(prompt),
+        prompt=None if prompt is None else shown(prompt),
         error=ErrorDetail(code=ErrorCode(error.code), message=f"{spec.source} line {line}: {error}"),
     )
-
-
-def _shown(prompt: rows.Prompt | None) -> str | list[dict[str, str]] | None:
-    return [_turn(message) for message in prompt] if isinstance(prompt, tuple) else prompt
-
-
-def _turn(message: Message) -> dict[str, str]:
-    return {"role": message.role, "content": message.content}

@@ -1,8 +1,9 @@
 """One line of `.jsonl`, understood: the id, the prompt and the parameters it asks for.
 
-Knows two shapes, a plain row (`prompt` or `messages`, parameters beside them or under `params`) and a row of an OpenAI
-batch file (`custom_id`, `method`, `url`, `body`). Every violation is a BadPrompt whose message names the key and what
-would be right. Knows no files, lines or batches: `producer.parser` puts the place in front of the message.
+Knows two shapes, a plain row (`prompt`, `messages` or `prompt_token_ids`, parameters beside them or under `params`) and
+a row of an OpenAI batch file (`custom_id`, `method`, `url`, `body`). Every violation is a BadPrompt whose message
+names the key and what would be right. Knows no files, lines or batches: `producer.parser` puts the place in front of
+the message.
 """
 
 from __future__ import annotations
@@ -12,17 +13,18 @@ import re
 from typing import Any, TypeVar
 
 from contract.errors import BadPrompt, nearest
-from contract.jobs import ErrorCode, Message
+from contract.jobs import ErrorCode, Message, Prompt
 from contract.sampling import ALIASES, SamplingParams
 
 Row = dict[str, Any]
-Prompt = str | tuple[Message, ...]
 T = TypeVar("T")
 
 ROLES = ("system", "user", "assistant")
 ENDPOINTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
 PARAMETERS = (*SamplingParams.model_fields, *ALIASES)
-CONTENT = ("prompt", "messages", "model")
+PROMPTS = ("prompt", "messages", "prompt_token_ids")
+CONTENT = (*PROMPTS, "model")
+LARGEST_TOKEN = 2**31 - 1
 PLAIN_KEYS = ("id", "custom_id", "params", *CONTENT, *PARAMETERS)
 BATCH_KEYS = ("custom_id", "method", "url", "body")
 LONGEST_NAME = 100
@@ -105,16 +107,20 @@ def body(row: Row) -> Row:
 
 
 def prompt(request: Row) -> Prompt:
-    """What is to be answered: text, or messages. Raises BadPrompt: bad_row, empty_prompt."""
-    plain, messages = request.get("prompt"), request.get("messages")
-    if (plain is None) == (messages is None):
-        which = "'prompt' or 'messages' is missing" if plain is None else "'prompt' and 'messages' exclude each other"
-        raise BadPrompt(ErrorCode.BAD_ROW, which)
-    if messages is not None:
-        return _messages(messages)
-    if not isinstance(plain, str):
-        raise BadPrompt(ErrorCode.BAD_ROW, f"prompt must be text, found {_kind(plain)}: give each prompt its own row")
-    return _not_empty(plain, plain)
+    """What is to be answered: text, messages or token ids. Raises BadPrompt: bad_row, empty_prompt."""
+    given = [name for name in PROMPTS if request.get(name) is not None]
+    if not given:
+        raise BadPrompt(ErrorCode.BAD_ROW, "'prompt', 'messages' or 'prompt_token_ids' is missing")
+    if len(given) > 1:
+        raise BadPrompt(ErrorCode.BAD_ROW, f"'{given[0]}' and '{given[1]}' exclude each other")
+    value = request[given[0]]
+    if given[0] == "messages":
+        return _messages(value)
+    if given[0] == "prompt_token_ids" or _are_tokens(value):  # OpenAI's completions take ids as their prompt
+        return _token_ids(value)
+    if not isinstance(value, str):
+        raise BadPrompt(ErrorCode.BAD_ROW, f"prompt must be text, found {_kind(value)}: give each prompt its own row")
+    return _not_empty(value, value)
 
 
 def model(request: Row) -> str | None:
@@ -202,6 +208,23 @@ def _content(value: Any, number: int) -> str:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise BadPrompt(ErrorCode.BAD_ROW, f"message {number}: only content parts of type 'text' can be read")
     return "\n".join(part["text"] for part in value)
+
+
+def _are_tokens(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(one) is int for one in value)
+
+
+def _token_ids(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list):
+        raise BadPrompt(ErrorCode.BAD_ROW, f"prompt_token_ids must be a list of numbers, found {_kind(values)}")
+    for number, value in enumerate(values, start=1):
+        if type(value) is not int or not 0 <= value <= LARGEST_TOKEN:
+            raise BadPrompt(
+                ErrorCode.BAD_ROW, f"token {number} must be a whole number from 0 on, found {_value(value)}"
+            )
+    if not values:
+        raise BadPrompt(ErrorCode.EMPTY_PROMPT, "the prompt has no tokens")
+    return tuple(values)
 
 
 def _not_empty(value: T, content: str) -> T:

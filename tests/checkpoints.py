@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor
 STOP, MASK, TURN = 256, 257, 258  # ids 0 … 255 are the bytes
 VOCABULARY = 259
 HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS = 64, 96, 2, 4, 2
+EXPERTS, TOP_K, EXPERT_INTERMEDIATE = 16, 3, 24
 ROPE_THETA = 10_000.0
 NORM_EPS = 1e-5
 
@@ -30,6 +32,7 @@ class Shape:
     """What differs between the Llama-shaped models that others are made from."""
 
     head_dim: int = HIDDEN // HEADS
+    kv_heads: int = KV_HEADS
     qkv_bias: float = 0.0  # standard deviation of the biases; 0: there are none
     qk_norm: bool = False
 
@@ -258,17 +261,146 @@ def fast_dllm_v2(
     return _write(folder, config, random_weights(seed, QWEN2_CALM), tokenizer, chat_template)
 
 
+def sdar_moe(
+    folder: Path, *, seed: int = 0, tokenizer: bool = True, chat_template: bool = False, max_positions: int = 512
+) -> Path:
+    """Write a model in the layout of SDAR's mixture of experts (Qwen3-MoE's) to `folder`; returns it."""
+    config = {
+        "architectures": ["SDARMoeForCausalLM"],
+        "model_type": "sdar_moe",
+        "mask_token_id": MASK,
+        "bos_token_id": STOP,
+        "eos_token_id": STOP,
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": QWEN3.head_dim,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": TOP_K,
+        "moe_intermediate_size": EXPERT_INTERMEDIATE,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "router_aux_loss_coef": 0.001,
+        "rms_norm_eps": NORM_EPS,
+        "rope_theta": ROPE_THETA,
+        "rope_scaling": None,
+        "max_position_embeddings": max_positions,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+    }
+    weights = random_expert_weights(seed, QWEN3, down_gain=4.0)
+    return _write(folder, config, weights, tokenizer, chat_template)
+
+
+def llada_moe(
+    folder: Path, *, seed: int = 0, tokenizer: bool = True, chat_template: bool = False, max_positions: int = 512
+) -> Path:
+    """Write a bidirectional model in LLaDA-MoE's layout to `folder`; returns it.
+
+    As many key heads as query heads, and no field for their width. Its code ignores `norm_topk_prob` and the fields of
+    the router, so they say here what it does not do.
+    """
+    config = {
+        "architectures": ["LLaDAMoEModelLM"],
+        "model_type": "llada",
+        "mask_token_id": MASK,
+        "eos_token_id": STOP,
+        "pad_token_id": STOP,
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "dense_intermediate_size": INTERMEDIATE,
+        "expert_intermediate_size": EXPERT_INTERMEDIATE,
+        "shared_expert_intermediate_size": None,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": TOP_K,
+        "moe_layer_freq": [1] * LAYERS,
+        "norm_topk_prob": True,
+        "moe_router_enable_expert_bias": False,
+        "routed_scaling_factor": 3.0,
+        "router_num_group": 4,
+        "router_topk_group": 2,
+        "qk_layernorm": True,
+        "clip_qkv": None,
+        "attention_bias": False,
+        "rms_norm_eps": NORM_EPS,
+        "rope_theta": ROPE_THETA,
+        "rope_scaling": None,
+        "partial_rotary_factor": 1,
+        "max_position_embeddings": max_positions,
+        "tie_word_embeddings": False,
+    }
+    shape = Shape(kv_heads=HEADS, qk_norm=True)
+    return _write(folder, config, random_expert_weights(seed, shape, down_gain=7.0), tokenizer, chat_template)
+
+
+def llada2(
+    folder: Path, *, seed: int = 0, tokenizer: bool = True, chat_template: bool = False, max_positions: int = 512
+) -> Path:
+    """Write a block-causal model in LLaDA2's layout to `folder`: a dense first layer, then experts; returns it.
+
+    One weight for queries, keys and values, half of a head rotated, experts in four groups and one for all. Published
+    configs have neither mask nor stop id, which are beyond this vocabulary.
+    """
+    config = {
+        "architectures": ["LLaDA2MoeModelLM"],
+        "model_type": "llada2_moe",
+        "mask_token_id": MASK,
+        "eos_token_id": STOP,
+        "pad_token_id": STOP,
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "moe_intermediate_size": EXPERT_INTERMEDIATE,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": QWEN3.head_dim,
+        "first_k_dense_replace": 1,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": TOP_K,
+        "num_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        "score_function": "sigmoid",
+        "router_dtype": "fp32",
+        "norm_topk_prob": True,
+        "moe_router_enable_expert_bias": True,
+        "use_qkv_bias": False,
+        "use_bias": False,
+        "norm_head": False,
+        "norm_softmax": False,
+        "rms_norm_eps": NORM_EPS,
+        "rope_theta": ROPE_THETA,
+        "rope_scaling": None,
+        "partial_rotary_factor": 0.5,
+        "rotary_dim": QWEN3.head_dim // 2,
+        "max_position_embeddings": max_positions,
+        "sliding_window": 4096,
+        "use_sliding_window": False,
+        "tie_word_embeddings": False,
+    }
+    weights = _fused(random_expert_weights(seed, QWEN3, first=1, down_gain=2.0)) | _llada2_extras(seed)
+    return _write(folder, config, {_llada2_name(name): w for name, w in weights.items()}, tokenizer, chat_template)
+
+
 def random_weights(seed: int, shape: Shape = LLAMA) -> dict[str, Tensor]:
     """All weights under Llama's names, float32; the head is a copy of the embedding."""
     generator = torch.Generator().manual_seed(seed)
-
-    def normal(rows: int, columns: int, gain: float = 1.0) -> Tensor:
-        return torch.randn(rows, columns, generator=generator) * gain / math.sqrt(columns)
+    normal = partial(_normal, generator)
 
     def norm_weight() -> Tensor:
         return 1.0 + 0.1 * torch.randn(HIDDEN, generator=generator)
 
-    q, kv = HEADS * shape.head_dim, KV_HEADS * shape.head_dim
+    q, kv = HEADS * shape.head_dim, shape.kv_heads * shape.head_dim
     embedding = normal(VOCABULARY, HIDDEN, gain=6.0)
     embedding[STOP] *= 1.6  # so that answers of a few dozen tokens often reach it
     weights = {"model.embed_tokens.weight": embedding, "model.norm.weight": norm_weight()}
@@ -290,6 +422,11 @@ def random_weights(seed: int, shape: Shape = LLAMA) -> dict[str, Tensor]:
     return weights
 
 
+def _normal(generator: torch.Generator, rows: int, columns: int, gain: float = 1.0) -> Tensor:
+    """(rows, columns), scaled so that a product with it keeps `gain` times the size of what goes in."""
+    return torch.randn(rows, columns, generator=generator) * gain / math.sqrt(columns)
+
+
 def _extras(seed: int, number: int, shape: Shape) -> dict[str, Tensor]:
     """A layer's weights that only some shapes have, drawn apart: the others stay what they are without them.
 
@@ -298,13 +435,65 @@ def _extras(seed: int, number: int, shape: Shape) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1000 * seed + number + 1)
     extras: dict[str, Tensor] = {}
     if shape.qkv_bias:
-        lengths = {"q_proj": HEADS * shape.head_dim, "k_proj": KV_HEADS * shape.head_dim}
+        lengths = {"q_proj": HEADS * shape.head_dim, "k_proj": shape.kv_heads * shape.head_dim}
         for part, length in (lengths | {"v_proj": lengths["k_proj"]}).items():
             extras[f"{part}.bias"] = shape.qkv_bias * torch.randn(length, generator=generator)
     if shape.qk_norm:
         for part in ("q_norm", "k_norm"):
             extras[f"{part}.weight"] = 1.7 + 0.3 * torch.randn(shape.head_dim, generator=generator)
     return extras
+
+
+def random_expert_weights(seed: int, shape: Shape, *, first: int = 0, down_gain: float) -> dict[str, Tensor]:
+    """`random_weights` with experts in place of the MLPs from layer `first` on, one tensor for each projection."""
+    weights = random_weights(seed, shape)
+    normal = partial(_normal, torch.Generator().manual_seed(1000 * seed + 500))
+    for number in range(first, LAYERS):
+        mlp = f"model.layers.{number}.mlp"
+        for part in ("gate_proj", "up_proj", "down_proj"):
+            del weights[f"{mlp}.{part}.weight"]
+        weights[f"{mlp}.gate.weight"] = normal(EXPERTS, HIDDEN, gain=2.0)
+        for expert in range(EXPERTS):
+            weights |= {
+                f"{mlp}.experts.{expert}.gate_proj.weight": normal(EXPERT_INTERMEDIATE, HIDDEN),
+                f"{mlp}.experts.{expert}.up_proj.weight": normal(EXPERT_INTERMEDIATE, HIDDEN),
+                f"{mlp}.experts.{expert}.down_proj.weight": normal(HIDDEN, EXPERT_INTERMEDIATE, gain=down_gain),
+            }
+    return weights
+
+
+def _fused(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """All query heads, then all key heads, then all value heads in one weight."""
+    fused = {name: weight for name, weight in weights.items() if ".self_attn." not in name or "norm" in name}
+    for number in range(LAYERS):
+        prefix = f"model.layers.{number}"
+        parts = [weights[f"{prefix}.self_attn.{part}_proj.weight"] for part in "qkv"]
+        fused[f"{prefix}.attention.query_key_value.weight"] = torch.cat(parts)
+        fused[f"{prefix}.attention.dense.weight"] = weights[f"{prefix}.self_attn.o_proj.weight"]
+    return fused
+
+
+def _llada2_extras(seed: int) -> dict[str, Tensor]:
+    """What LLaDA2's layers with experts have besides: a bias for the choice, and an expert for all."""
+    generator = torch.Generator().manual_seed(1000 * seed + 700)
+    normal = partial(_normal, generator)
+    extras: dict[str, Tensor] = {}
+    for number in range(1, LAYERS):
+        mlp = f"model.layers.{number}.mlp"
+        extras |= {
+            f"{mlp}.gate.expert_bias": 0.3 * torch.randn(EXPERTS, generator=generator),
+            f"{mlp}.shared_experts.gate_proj.weight": normal(EXPERT_INTERMEDIATE, HIDDEN),
+            f"{mlp}.shared_experts.up_proj.weight": normal(EXPERT_INTERMEDIATE, HIDDEN),
+            f"{mlp}.shared_experts.down_proj.weight": normal(HIDDEN, EXPERT_INTERMEDIATE, gain=2.0),
+        }
+    return extras
+
+
+def _llada2_name(name: str) -> str:
+    name = name.replace("model.embed_tokens", "model.word_embeddings")
+    return name.replace("self_attn.q_norm", "attention.query_layernorm").replace(
+        "self_attn.k_norm", "attention.key_layernorm"
+    )
 
 
 def _llada_name(name: str) -> str:

@@ -147,6 +147,7 @@ def generate(
     top_p: Annotated[float | None, typer.Option(help="Nucleus sampling.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Sample among the k likeliest; 0 is off.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+    truncate: Annotated[str | None, typer.Option(help="left or middle: where too long a prompt is cut.")] = None,
     output_file: Annotated[Path | None, typer.Option(help="Write the answer here instead of stdout.")] = None,
 ) -> None:
     """Answer one prompt without a queue.
@@ -171,6 +172,7 @@ def generate(
             "top_p": top_p,
             "top_k": top_k,
             "seed": seed,
+            "truncate": truncate,
         }
     )
     flags = {"root": root, "model": model, "device": device, "dtype": dtype, "max_rows": 1}
@@ -179,7 +181,7 @@ def generate(
     from worker.model import open_model
 
     opened = open_model(config.model_copy(update={"device": devices(config.device)[0]}))
-    opened.engine.add(opened.request("generate", prompt, None, params))
+    opened.engine.add(opened.request("generate", prompt, params))
     finished = None
     while finished is None:
         finished = next(iter(opened.engine.step()), None)

@@ -1,7 +1,8 @@
 """Where a prompt enters the worker and where it leaves it: jobs are taken from RQ, leased, and ended.
 
-The only module of the worker that knows rq. RQ's own worker runs one job per process; this one holds many at once in
-the process in which the model lives, so it takes RQ's place between the queue and the job: no fork, no SIGALRM.
+With `lanes.py` and `reconciler.py` all of the worker that knows rq. RQ's own worker runs one job per process; this one
+holds many at once in the process in which the model lives, so it takes RQ's place between the queue and the job: no
+fork, no SIGALRM.
 
 Every change of a job's state is one Lua script or one transaction, and every one that ends a lease is fenced: it does
 nothing when the row's execution has left RQ's started registry, because then somebody else has the row. Times are the
@@ -45,21 +46,22 @@ from redis.client import Pipeline
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError, OutOfMemoryError, ReadOnlyError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
-from rq import Queue
 from rq.executions import Execution, ExecutionRegistry
 from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 from rq.utils import now, utcformat
 from rq.worker import BaseWorker
 from rq.worker.base import WorkerStatus
-from rq.worker_registration import clean_worker_registry
 
-from contract import logs, sealing
+from contract import logs
 from contract.errors import BadPrompt, PromptError, PromptFailure, UsageError
 from contract.jobs import SCHEMA, ErrorCode, ErrorDetail, ErrorRow, PromptJob
 from contract.ledger import Ledger, Mark
 from contract.queues import FAILURE_TTL_S, queues
 from contract.settings import WorkerSettings
+from worker.lanes import Lane
+from worker.reconciler import Reconciler
+from worker.scripts import FAIL, FINISH, GIVE_BACK, RENEW, RETRY, START, TAKE
 
 QUARANTINE = 3
 """Starts that never ended after which a prompt is not started again."""
@@ -68,7 +70,6 @@ SUSPECT = QUARANTINE - 1
 OUR_JOB = re.compile(r"([A-Za-z0-9_-]+)-([0-9]{1,9})", re.ASCII)
 """Batch and row index in a job's id. A batch names folders, so nothing else may pass."""
 POLL_S = 0.05
-REPAIR_CHUNK = 1_000
 AWAY = (RedisConnectionError, RedisTimeoutError, ReadOnlyError, OutOfMemoryError, NoScriptError)
 
 
@@ -76,7 +77,7 @@ AWAY = (RedisConnectionError, RedisTimeoutError, ReadOnlyError, OutOfMemoryError
 class Lease:
     """Our right to a job, by its Redis keys. Private to this module."""
 
-    lane: _Lane
+    lane: Lane
     job_id: str
     member: str
     execution_id: str
@@ -121,7 +122,7 @@ class Rejected:
         """The row to write before `fail`; line 0 and the index for an id where the job did not tell."""
         detail = ErrorDetail(code=ErrorCode(self.error.code), message=str(self.error), attempts=self.attempts)
         told = {key: self.payload[key] for key in ("id", "line", "prompt") if key in self.payload}
-        told.setdefault("prompt", self.payload.get("messages"))
+        told.setdefault("prompt", self.payload.get("messages") or self.payload.get("prompt_token_ids"))
         blank = {"index": self.index, "id": str(self.index), "line": 0, "prompt": None}
         try:
             return ErrorRow.model_validate({**blank, **told, "error": detail, "worker": worker})
@@ -130,29 +131,6 @@ class Rejected:
 
 
 Held = Taken | Rejected
-
-
-@dataclass(frozen=True)
-class _Lane:
-    """One of the model's queues, by the names that RQ gives to its keys."""
-
-    name: str
-    waiting: str
-    intermediate: str
-    started: str
-    scheduled: str
-    failed: str
-
-    @classmethod
-    def of(cls, queue: Queue) -> _Lane:
-        return cls(
-            name=queue.name,
-            waiting=queue.key,
-            intermediate=queue.intermediate_queue.key,
-            started=queue.started_job_registry.key,
-            scheduled=queue.scheduled_job_registry.key,
-            failed=queue.failed_job_registry.key,
-        )
 
 
 def worker_name(settings: WorkerSettings) -> str:
@@ -173,15 +151,14 @@ class Intake:
         self._ledger = ledger
         self._settings = settings
         self._log = logs.get(worker=self.name)
+        self.reconciler = Reconciler(redis, ledger, settings, self.name)
         self._queues = queues(redis, settings.queue_model)
-        self._lanes = [_Lane.of(queue) for queue in self._queues]
+        self._lanes = [Lane.of(queue) for queue in self._queues]
         self._worker = BaseWorker(
             self._queues, name=self.name, connection=redis, serializer=JSONSerializer, worker_ttl=1
         )
-        scripts = (_TAKE, _START, _RENEW, _REPAIR, _FINISH, _FAIL, _RETRY, _GIVE_BACK)
-        self._take_script, self._start_script, self._renew_script, self._repair_script, *endings = map(
-            redis.register_script, scripts
-        )
+        scripts = (TAKE, START, RENEW, FINISH, FAIL, RETRY, GIVE_BACK)
+        self._take_script, self._start_script, self._renew_script, *endings = map(redis.register_script, scripts)
         self._finish_script, self._fail_script, self._retry_script, self._give_back_script = endings
         self._guard = threading.Lock()
         self._held: dict[str, Held] = {}
@@ -201,7 +178,7 @@ class Intake:
         self._beat()
         for name, action, interval in (
             ("heartbeat", self._beat, self._settings.lease_s / 3),
-            ("maintenance", self.maintain, self._settings.scan_s),
+            ("reconciler", self.reconciler.run, self._settings.scan_s),
         ):
             thread = threading.Thread(target=self._repeat, args=(action, interval), name=name, daemon=True)
             thread.start()
@@ -359,7 +336,7 @@ class Intake:
                 self._refuse(row)
         return [row for row in rows if isinstance(row, Taken)]
 
-    def _lease(self, lane: _Lane, job_id: str, execution_id: str) -> Lease:
+    def _lease(self, lane: Lane, job_id: str, execution_id: str) -> Lease:
         execution = Execution(execution_id, job_id, self._redis, self.name)
         self._orders += 1
         return Lease(
@@ -577,36 +554,6 @@ class Intake:
         for row in gone:
             self._log.warning("lease lost: somebody else has the row", batch=row.batch, index=row.index)
 
-    # Maintenance
-
-    def maintain(self) -> None:
-        """Put back what dead workers held, queue what is due, seal what is complete.
-
-        Every worker does it, each step is atomic, and no lock is needed that a dying worker could take with it.
-        """
-        for queue, lane in zip(self._queues, self._lanes, strict=True):
-            try:
-                self._repair(lane)
-                clean_worker_registry(queue)
-            except ResponseError:
-                self._log.exception("cannot look after the queue", queue=lane.name)
-        sealing.seal_ready(self._ledger, self._settings.folders)
-
-    def _repair(self, lane: _Lane) -> None:
-        keys = [lane.waiting, lane.intermediate, lane.started, lane.scheduled, f"dllm:intermediate:{lane.name}"]
-        patterns = [
-            Job.key_for("%s"),
-            Execution("%s", "%s", self._redis).key,
-            ExecutionRegistry("%s", self._redis).key,
-        ]
-        while True:
-            found = self._repair_script(keys=keys, args=[self._settings.lease_s, REPAIR_CHUNK, *patterns])
-            due, expired, stranded = found
-            if expired or stranded:
-                self._log.warning("put back jobs", queue=lane.name, of_dead_workers=expired, stranded=stranded)
-            if max(due, expired) < REPAIR_CHUNK:
-                return
-
 
 _Commands = Callable[[Pipeline, Held], None]
 
@@ -632,253 +579,3 @@ def _validated(payload: dict[str, Any], job_id: str) -> PromptJob:
     if prompt.job_id != job_id:
         raise BadPrompt(ErrorCode.BAD_ROW, f"the job is damaged (it says that it is {prompt.job_id})")
     return prompt
-
-
-# Scripts. Those that begin with _CLOCK know `now`, the server's time in seconds.
-
-_CLOCK = """
-local clock = redis.call('TIME')
-local now = clock[1] + clock[2] / 1e6
-"""
-
-# Queues the scheduled jobs that are due. Returns how many there were.
-_PROMOTE = """
-local function promote(scheduled, waiting, job_key, limit)
-  local due = redis.call('ZRANGEBYSCORE', scheduled, '-inf', now, 'LIMIT', 0, limit)
-  for _, id in ipairs(due) do
-    local job = string.format(job_key, id)
-    redis.call('ZREM', scheduled, id)
-    if redis.call('EXISTS', job) == 1 then redis.pcall('HSET', job, 'status', 'queued') end
-    redis.call('RPUSH', waiting, id)
-  end
-  return #due
-end
-"""
-
-# KEYS for each queue: waiting, intermediate, started, scheduled.
-# ARGV room, lease seconds, worker, its executions key, time as text, the most starts that are counted here; patterns of
-# the keys job, execution, executions, done, failed, starts; an execution id for each place of the room.
-# Returns for each job: queue number, id, execution id, hash or false, done, failed, starts with this one.
-# Should the script fail halfway, what it popped lies in the intermediate list and is found by _REPAIR.
-_TAKE = (
-    _CLOCK
-    + _PROMOTE
-    + """
-local room, lease, worker = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3]
-local taken = {}
-for q = 1, #KEYS, 4 do
-  local waiting, intermediate, started = KEYS[q], KEYS[q + 1], KEYS[q + 2]
-  promote(KEYS[q + 3], waiting, ARGV[7], 100)
-  while #taken < room do
-    local id = redis.call('LMOVE', waiting, intermediate, 'LEFT', 'RIGHT')
-    if not id then break end
-    local job = string.format(ARGV[7], id)
-    local hash = redis.pcall('HGETALL', job)
-    if hash.err then hash = false end
-    local execution = ARGV[13 + #taken]
-    local member = id .. ':' .. execution
-    local record, executions = string.format(ARGV[8], id, execution), string.format(ARGV[9], id)
-    redis.call('ZADD', started, now + lease, member)
-    redis.call('HSET', record, 'id', execution, 'job_id', id, 'created_at', now, 'last_heartbeat', now,
-               'worker_name', worker)
-    redis.call('PEXPIRE', record, math.ceil(lease * 1000))
-    redis.call('ZADD', executions, now + lease + 60, execution)
-    redis.call('PEXPIRE', executions, math.ceil(lease * 1000) + 60000)
-    redis.call('SADD', ARGV[4], member)
-    redis.call('PEXPIRE', ARGV[4], math.ceil(lease * 1000) + 60000)
-    if hash and #hash > 0 then
-      redis.call('HSET', job, 'status', 'started', 'worker_name', worker, 'started_at', ARGV[5],
-                 'last_heartbeat', ARGV[5])
-    end
-    local batch, index = string.match(id, '^(.+)%-(%d+)$')
-    local done, failed, starts = 0, 0, 1
-    if batch and #index < 10 then
-      done = redis.call('GETBIT', string.format(ARGV[10], batch), index)
-      failed = redis.call('GETBIT', string.format(ARGV[11], batch), index)
-      local counted = string.format(ARGV[12], batch)
-      starts = tonumber(redis.call('HGET', counted, index) or 0) + 1
-      if starts <= tonumber(ARGV[6]) then redis.call('HINCRBY', counted, index, 1) end
-    end
-    taken[#taken + 1] = {(q + 3) / 4, id, execution, hash, done, failed, starts}
-    redis.call('LREM', intermediate, -1, id)
-  end
-end
-return taken
-"""
-)
-
-# Counts the start of a suspect, unless its lease is lost. KEYS started, starts; ARGV member, row index.
-_START = """
-if not redis.call('ZSCORE', KEYS[1], ARGV[1]) then return 0 end
-redis.call('HINCRBY', KEYS[2], ARGV[2], 1)
-return 1
-"""
-
-# KEYS for each row: started, execution, executions. ARGV lease seconds; for each row its member and execution id.
-# Returns the execution ids of the rows whose lease is lost.
-_RENEW = (
-    _CLOCK
-    + """
-local lease, lost = tonumber(ARGV[1]), {}
-for row = 1, #KEYS / 3 do
-  local started, record, executions = KEYS[3 * row - 2], KEYS[3 * row - 1], KEYS[3 * row]
-  local member, execution = ARGV[2 * row], ARGV[2 * row + 1]
-  if redis.call('ZSCORE', started, member) then
-    redis.call('ZADD', started, now + lease, member)
-    redis.call('HSET', record, 'last_heartbeat', now)
-    redis.call('PEXPIRE', record, math.ceil(lease * 1000))
-    redis.call('ZADD', executions, now + lease + 60, execution)
-    redis.call('PEXPIRE', executions, math.ceil(lease * 1000) + 60000)
-  else
-    lost[#lost + 1] = execution
-  end
-end
-return lost
-"""
-)
-
-# KEYS waiting, intermediate, started, scheduled, first seen in the intermediate list.
-# ARGV lease seconds, most jobs at a time; patterns of the keys job, execution, executions.
-# Returns how many jobs were due, how many had an expired lease, how many were stranded in the intermediate list.
-_REPAIR = (
-    _CLOCK
-    + _PROMOTE
-    + """
-local waiting, intermediate, started, scheduled, seen = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
-local lease, limit = tonumber(ARGV[1]), tonumber(ARGV[2])
-
-local function leased(id)
-  for _, execution in ipairs(redis.call('ZRANGE', string.format(ARGV[5], id), 0, -1)) do
-    if redis.call('ZSCORE', started, id .. ':' .. execution) then return true end
-  end
-  return false
-end
-
-local function put_back(id)
-  local job = string.format(ARGV[3], id)
-  if redis.call('EXISTS', job) == 1 then redis.pcall('HSET', job, 'status', 'queued') end
-  redis.call('LPUSH', waiting, id)
-end
-
-local expired = redis.call('ZRANGEBYSCORE', started, '-inf', now, 'LIMIT', 0, limit)
-for place = #expired, 1, -1 do
-  local id, execution = string.match(expired[place], '^(.*):(.*)$')
-  redis.call('ZREM', started, expired[place])
-  if id then
-    redis.call('DEL', string.format(ARGV[4], id, execution))
-    redis.call('ZREM', string.format(ARGV[5], id), execution)
-    local status = redis.pcall('HGET', string.format(ARGV[3], id), 'status')
-    -- Any other status was set by whoever put the job elsewhere already; without one the job is damaged or gone.
-    if (type(status) ~= 'string' or status == 'started') and not leased(id) then put_back(id) end
-  end
-end
-
-local stranded, present = 0, {}
-for _, id in ipairs(redis.call('LRANGE', intermediate, 0, -1)) do
-  local first = redis.call('ZSCORE', seen, id)
-  if leased(id) then
-    redis.call('LREM', intermediate, 1, id)
-  elseif first and now - first > lease then
-    redis.call('LREM', intermediate, 1, id)
-    put_back(id)
-    stranded = stranded + 1
-  else
-    present[id] = true
-    redis.call('ZADD', seen, 'NX', now, id)
-  end
-end
-for _, id in ipairs(redis.call('ZRANGE', seen, 0, -1)) do
-  if not present[id] then redis.call('ZREM', seen, id) end
-end
-
-return {promote(scheduled, waiting, ARGV[3], limit), #expired, stranded}
-"""
-)
-
-# The scripts that end a lease share KEYS started, execution, executions, worker's executions, job, done, failed,
-# starts, target, and ARGV member, execution id, row index, job id; what follows is each script's own.
-# `release` gives up the lease, or tells that somebody else has the row. `over` tells that the row has ended: then its
-# job is deleted when it is done, and kept for a retry when it failed.
-_RELEASE = (
-    _CLOCK
-    + """
-local job, starts, target, id = KEYS[5], KEYS[8], KEYS[9], ARGV[4]
-
-local function release()
-  if redis.call('ZREM', KEYS[1], ARGV[1]) == 0 then return false end
-  redis.call('DEL', KEYS[2])
-  redis.call('ZREM', KEYS[3], ARGV[2])
-  redis.call('SREM', KEYS[4], ARGV[1])
-  return true
-end
-
-local function over()
-  if redis.call('GETBIT', KEYS[6], ARGV[3]) == 1 then
-    redis.call('DEL', job)
-    redis.call('HDEL', starts, ARGV[3])
-    return true
-  end
-  return redis.call('GETBIT', KEYS[7], ARGV[3]) == 1
-end
-
-local function exists()
-  return redis.call('EXISTS', job) == 1
-end
-"""
-)
-
-_FINISH = (
-    _RELEASE
-    + """
-if not release() then return 0 end
-if over() and exists() then redis.pcall('HSET', job, 'status', 'failed') end
-return 1
-"""
-)
-
-# target: failed registry. ARGV[5] seconds that a failed job is kept, [6] time as text, [7] compressed message.
-# A hash that is no hash is of no use to anybody and would make every tool that lists the failed jobs stumble.
-_FAIL = (
-    _RELEASE
-    + """
-if not release() then return 0 end
-if redis.call('GETBIT', KEYS[6], ARGV[3]) == 1 or redis.call('TYPE', job).ok ~= 'hash'
-   or redis.call('HEXISTS', job, 'data') == 0 then
-  redis.call('DEL', job)
-  return 1
-end
-redis.call('HSET', job, 'status', 'failed', 'ended_at', ARGV[6], 'exc_info', ARGV[7])
-redis.call('EXPIRE', job, ARGV[5])
-redis.call('ZADD', target, now + tonumber(ARGV[5]), id)
-return 1
-"""
-)
-
-# target: scheduled registry. ARGV[5] delay in seconds, [6] status, [7] meta.
-_RETRY = (
-    _RELEASE
-    + """
-if not release() then return 0 end
-redis.call('HDEL', starts, ARGV[3])
-if over() then return 1 end
-if exists() then redis.call('HSET', job, 'status', ARGV[6], 'meta', ARGV[7]) end
-redis.call('ZADD', target, now + tonumber(ARGV[5]), id)
-return 1
-"""
-)
-
-# target: waiting list. ARGV[5] 1 when the start is to be taken back.
-_GIVE_BACK = (
-    _RELEASE
-    + """
-if not release() then return 0 end
-if ARGV[5] == '1' and redis.call('HINCRBY', starts, ARGV[3], -1) <= 0 then redis.call('HDEL', starts, ARGV[3]) end
-if over() then return 1 end
-if exists() then
-  redis.pcall('HSET', job, 'status', 'queued')
-  redis.pcall('HDEL', job, 'started_at', 'worker_name')
-end
-redis.call('LPUSH', target, id)
-return 1
-"""
-)

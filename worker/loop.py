@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from contract.errors import PromptError, PromptFailure
-from contract.jobs import Completion, ErrorCode, ErrorDetail, ErrorRow, Row, Usage
+from contract.jobs import Completion, ErrorCode, ErrorDetail, ErrorRow, Row, Usage, shown
 from worker.engine import Finished
 from worker.intake import Intake, Rejected, Taken
 from worker.model import Model, applied_params
@@ -151,7 +151,7 @@ class Loop:
             micro_batch.admit(max(0.0, taken.taken_at - job.submitted_at))
             self.running[job.job_id] = Running(taken, micro_batch)
             try:
-                self.model.engine.add(self.model.request(job.job_id, job.prompt, job.messages, job.params))
+                self.model.engine.add(self.model.request(job.job_id, job.asked, job.params))
             except PromptError as error:
                 self._fail(self.running.pop(job.job_id), error)
 
@@ -174,7 +174,7 @@ class Loop:
         else:
             detail = ErrorDetail(code=ErrorCode(error.code), message=str(error), attempts=taken.attempt)
             job = taken.job
-            prompt = job.shown_prompt()
+            prompt = shown(job.asked)
             row = ErrorRow(
                 index=job.index, id=job.id, line=job.line, prompt=prompt, error=detail, worker=self.intake.name
             )
@@ -223,9 +223,10 @@ class Loop:
         return Completion(
             index=job.index,
             id=job.id,
-            prompt=job.shown_prompt(),
+            prompt=shown(job.asked),
             output=self.model.tokenizer.decode(result.token_ids),
             finish_reason=result.finish_reason,
+            notes=list(result.plan.notes),
             usage=Usage(prompt_tokens=result.prompt_tokens, completion_tokens=len(result.token_ids)),
             model=self.model.name,
             params=applied_params(result),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from contract.errors import ModelLoadError
-from contract.jobs import Message
+from contract.jobs import Prompt
 from contract.paths import Folders
 from contract.sampling import SamplingParams
 from contract.settings import WorkerSettings
@@ -22,7 +22,8 @@ from worker.tokenizing import Tokenizer
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
-"""What is fetched of a hub's repository: neither code nor pickles."""
+"""What is fetched of a hub's repository: no code, and pickles only where they are allowed."""
+HUB_PICKLES = ("pytorch_model*.bin",)
 
 
 @dataclass(frozen=True)
@@ -64,37 +65,35 @@ class Model:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak >> 20 if sys.platform == "darwin" else peak >> 10
 
-    def request(
-        self, name: str, prompt: str | None, messages: tuple[Message, ...] | None, params: SamplingParams
-    ) -> Request:
+    def request(self, name: str, prompt: Prompt, params: SamplingParams) -> Request:
         """The engine's view of a prompt. Raises BadPrompt when it cannot be tokenised.
 
         A row that samples without a seed gets one from its name, so that running it again gives the same text.
         """
         if params.seed is None:
             params = params.model_copy(update={"seed": zlib.crc32(name.encode())})
-        return Request(name, self.tokenizer.encode(prompt, messages), params)
+        return Request(name, self.tokenizer.encode(prompt), params)
 
 
-def model_folder(folders: Folders, model: str) -> Path:
+def model_folder(folders: Folders, model: str, allow_pickles: bool = False) -> Path:
     """`models/NAME` under the root when that exists, else `model` as a path, else as the hub's `org/name`."""
     for folder in (folders.models / model, Path(model)):
         if folder.is_dir():
             return folder
     missing = f"no model '{model}': neither {folders.models / model} nor {model} is a folder"
     if HUB_ID.fullmatch(model):
-        return _from_hub(model, missing)
+        return _from_hub(model, missing, HUB_FILES + HUB_PICKLES if allow_pickles else HUB_FILES)
     hint = " (`make demo` builds it)" if model == "demo" else ""
     raise ModelLoadError(f"{missing}{hint}")
 
 
-def _from_hub(model: str, missing: str) -> Path:
+def _from_hub(model: str, missing: str, files: tuple[str, ...]) -> Path:
     """The hub's snapshot in the local cache, downloaded where it is not there yet."""
     # Imported here: needed for hub ids only.
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model, allow_patterns=list(HUB_FILES)))
+        return Path(snapshot_download(model, allow_patterns=list(files)))
     except Exception as error:  # of several libraries: the connection, the hub's answer, the cache
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ModelLoadError(f"{missing}, and the hub does not give it: {reason}") from error
@@ -102,8 +101,8 @@ def _from_hub(model: str, missing: str) -> Path:
 
 def open_model(settings: WorkerSettings) -> Model:
     """Load the model that the settings name. Raises ModelLoadError saying what does not fit."""
-    folder = model_folder(settings.folders, settings.model)
-    loaded = load(folder, settings.device, settings.dtype, settings.threads)
+    folder = model_folder(settings.folders, settings.model, settings.allow_pickle_weights)
+    loaded = load(folder, settings.device, settings.dtype, settings.threads, settings.allow_pickle_weights)
     spec = loaded.spec
     tokenizer = Tokenizer(
         folder, spec.decoder.vocab_size, settings.prompt_format, spec.tokenizer_class, spec.template_values
@@ -129,6 +128,7 @@ def applied_params(finished: Finished) -> dict[str, Any]:
         by_attention = {"cache": plan.cache} | ({"cache_refresh": plan.cache_refresh} if plan.cache != "none" else {})
     return {
         "max_new_tokens": plan.max_new_tokens,
+        **({"truncate": plan.truncate} if plan.truncate else {}),
         "rule": plan.rule,
         **by_rule,
         "block_length": plan.block_length,
@@ -144,6 +144,7 @@ def _of_canvases(plan: Plan) -> dict[str, Any]:
     """Those that random canvases take; the rule is the only one, and not named beside `denoise_steps`."""
     return {
         "max_new_tokens": plan.max_new_tokens,
+        **({"truncate": plan.truncate} if plan.truncate else {}),
         "denoise_steps": plan.denoise_steps,
         "entropy_bound": plan.number,
         "temperature": plan.temperature,

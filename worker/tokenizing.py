@@ -9,7 +9,7 @@ from typing import Any, Literal
 from jinja2 import TemplateError
 
 from contract.errors import BadPrompt, ModelLoadError
-from contract.jobs import Message
+from contract.jobs import Message, Prompt
 
 PromptFormat = Literal["chat", "raw"]
 
@@ -43,17 +43,19 @@ class Tokenizer:
                 f"{folder}: the tokenizer knows {len(self._tokenizer)} tokens, the model only {vocab_size}; "
                 "they do not belong together"
             )
+        self._vocab_size = vocab_size
         self._template_values = dict(template_values or {})
         self._wrap = prompt_format == "chat" and self._tokenizer.chat_template is not None
 
-    def encode(self, prompt: str | None, messages: Sequence[Message] | None) -> tuple[int, ...]:
-        """Token ids of a plain prompt or a conversation, ready to be answered.
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Token ids of a prompt, ready to be answered; ids that are given already are only checked.
 
         Raises BadPrompt: `empty_prompt` or `bad_row`.
         """
-        if messages is not None:
-            return self._conversation([message.model_dump() for message in messages])
-        if prompt is None or not prompt.strip():
+        if not isinstance(prompt, str):
+            turns = [one.model_dump() for one in prompt if isinstance(one, Message)]
+            return self._conversation(turns) if turns else self._known([one for one in prompt if isinstance(one, int)])
+        if not prompt.strip():
             raise BadPrompt("empty_prompt", "the prompt is empty")
         if self._wrap:
             return self._conversation([{"role": "user", "content": prompt}])
@@ -64,11 +66,16 @@ class Tokenizer:
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text
 
+    def _known(self, token_ids: list[int]) -> tuple[int, ...]:
+        for number, token in enumerate(token_ids, start=1):
+            if not 0 <= token < self._vocab_size:
+                what = f"token {number} is {token}, and the model's are 0 to {self._vocab_size - 1}"
+                raise BadPrompt("bad_row", f"prompt_token_ids: {what}")
+        return tuple(token_ids)
+
     def _conversation(self, turns: list[dict[str, str]]) -> tuple[int, ...]:
         if self._tokenizer.chat_template is None:
             raise BadPrompt("bad_row", "this model has no chat template: give the row a 'prompt' instead of 'messages'")
-        if not turns:
-            raise BadPrompt("empty_prompt", "the conversation has no messages")
         # The template writes its own special tokens; adding them again would double the first one.
         try:
             text = self._tokenizer.apply_chat_template(

@@ -209,6 +209,7 @@ def test_those_that_mean_something_are_in_the_plan(loaded: CanvasLoaded) -> None
     assert (plan.attention, plan.rule, plan.number, plan.temperature) == ("canvas", "entropy_bound", 0.5, 0.7)
     assert plan.denoise_steps == loaded.spec.denoise_steps
     assert plan.max_new_tokens == (512 - 100) // CANVAS * CANVAS  # whole canvases that the context leaves
+    assert plan.notes == ("max_new_tokens cut from 1000 to 400: the context has 512 positions",)
 
 
 def test_fewer_steps_are_fewer(loaded: CanvasLoaded) -> None:
@@ -224,6 +225,15 @@ def test_prompts_that_cannot_be_answered_are_refused(loaded: CanvasLoaded, lengt
     with pytest.raises(BadPrompt, match=said) as refused:
         fresh(loaded).add(Request(0, prompt(0, length), SamplingParams()))
     assert refused.value.code == code
+
+
+def test_a_prompt_that_may_be_cut_is(loaded: CanvasLoaded) -> None:
+    """To leave room for whole canvases, and its answer is that of what is left; what was done is said."""
+    params = SamplingParams(truncate="left", max_new_tokens=CANVAS + 1)
+    one = finished_by(fresh(loaded), [Request(0, prompt(0, 600), params)])[0]
+    left = Request(0, prompt(0, 600)[-(512 - 2 * CANVAS) :], SamplingParams(max_new_tokens=CANVAS + 1))
+    assert one.token_ids == finished_by(fresh(loaded), [left])[0].token_ids
+    assert one.plan.notes == ("prompt cut from 600 to 480 tokens (truncate: left)",)
 
 
 def test_the_longest_prompt_is_answered(loaded: CanvasLoaded) -> None:

@@ -97,7 +97,7 @@ def test_endings_are_told_apart(demo: Loaded, finished: dict[int, Finished]) -> 
 
 def test_the_capital_of_france_is_paris(demo: Loaded, tokenizer: Tokenizer) -> None:
     """From text to text, with the model's own rule."""
-    prompt_ids = tokenizer.encode("What is the capital of France?", None)
+    prompt_ids = tokenizer.encode("What is the capital of France?")
     assert list(prompt_ids) == REFERENCES[0]["prompt_token_ids"]
     answer = run(demo, [Request("capital", prompt_ids, SamplingParams(max_new_tokens=32))])["capital"]
     assert "Paris" in tokenizer.decode(answer.token_ids)

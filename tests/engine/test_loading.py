@@ -53,6 +53,29 @@ def shard(folder: Path) -> list[str]:
     return list(parts)
 
 
+def pickled(folder: Path, shards: int) -> None:
+    """Store the weights as torch pickles, one file or several with an index."""
+    weights = load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    if shards == 1:
+        torch.save(weights, folder / "pytorch_model.bin")
+        return
+    where = {name: f"pytorch_model-{number % shards + 1:05}.bin" for number, name in enumerate(weights)}
+    for file in set(where.values()):
+        torch.save({name: weights[name] for name in weights if where[name] == file}, folder / file)
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": where}))
+
+
+class Trap:
+    """Whoever unpickles it creates a file."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __reduce__(self) -> tuple[Callable[[Path], None], tuple[Path]]:
+        return Path.touch, (self._file,)
+
+
 def complaint(folder: Path, **options: Any) -> str:
     with pytest.raises(ModelLoadError) as caught:
         load(folder, **{"device": "cpu", "dtype": "float32", **options})
@@ -143,7 +166,31 @@ def test_a_folder_without_weights_is_named(llama: Path) -> None:
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth", "model.ckpt"])
 def test_pickled_weights_are_named_and_not_read(llama: Path, name: str) -> None:
     (llama / WEIGHTS).rename(llama / name)
-    assert complaint(llama).endswith(f"{name} may run code when read: convert the weights to safetensors")
+    assert f"{name} may run code when read: convert the weights to safetensors" in complaint(llama)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_pickled_weights_are_read_where_that_is_allowed(llama: Path, shards: int) -> None:
+    expected = load(llama, "cpu", "float32").decoder
+    pickled(llama, shards)
+    found = load(llama, "cpu", "float32", allow_pickles=True).decoder
+    assert torch.equal(found.embed, expected.embed)
+    x = torch.randn(3, checkpoints.HIDDEN)
+    assert torch.equal(found.head(x), expected.head(x))
+
+
+def test_a_pickle_that_would_run_code_does_not(llama: Path, tmp_path: Path) -> None:
+    pickled(llama, 1)
+    trap = tmp_path / "sprung"
+    torch.save({"weight": Trap(trap)}, llama / "pytorch_model.bin")
+    with pytest.raises(ModelLoadError, match=r"pytorch_model\.bin cannot be read"):
+        load(llama, "cpu", "float32", allow_pickles=True)
+    assert not trap.exists()
+
+
+def test_safetensors_come_before_pickles(llama: Path) -> None:
+    (llama / "pytorch_model.bin").write_bytes(b"no pickle at all")
+    assert load(llama, "cpu", "float32", allow_pickles=True).spec.family == "llama_block_diffusion"
 
 
 def test_pickled_shards_are_counted(llama: Path) -> None:

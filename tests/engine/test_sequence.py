@@ -202,6 +202,36 @@ def test_the_longest_prompt_that_is_named_runs_and_one_more_does_not(either: Loa
         row(either, longest + 1, block_length=block_length)
 
 
+@pytest.mark.parametrize("length", [CONTEXT - 2, CONTEXT, 3 * CONTEXT])
+@pytest.mark.parametrize("truncate", ["left", "middle"])
+def test_a_prompt_is_cut_where_it_asks_for_that(either: Loaded, length: int, truncate: str) -> None:
+    one = row(either, length, truncate=truncate, max_new_tokens=30, block_length=4)
+    whole, kept = prompt(length, length), one.request.prompt_ids
+    assert len(kept) == CONTEXT - (32 if either.spec.attention == "causal_context" else 30)
+    first = len(kept) // 2 if truncate == "middle" else 0
+    assert kept == whole[:first] + whole[length - (len(kept) - first) :]
+    assert one.plan.max_new_tokens == 30
+    assert one.plan.notes == (f"prompt cut from {length} to {len(kept)} tokens (truncate: {truncate})",)
+
+
+def test_half_of_the_context_stays_prompt(either: Loaded) -> None:
+    one = row(either, 2 * CONTEXT, truncate="left", max_new_tokens=10 * CONTEXT, block_length=4)
+    assert len(one.request.prompt_ids) == one.plan.max_new_tokens == CONTEXT // 2
+    assert len(one.plan.notes) == 2
+
+
+def test_a_prompt_that_fits_is_not_cut(either: Loaded) -> None:
+    one = row(either, 50, truncate="middle", max_new_tokens=30)
+    assert one.request.prompt_ids == prompt(50, 50)
+    assert one.plan.notes == ()
+
+
+def test_an_answer_that_passes_the_context_is_cut_with_a_note(either: Loaded) -> None:
+    one = row(either, CONTEXT - 40, max_new_tokens=100, block_length=4)
+    assert one.plan.max_new_tokens == 40
+    assert one.plan.notes == (f"max_new_tokens cut from 100 to 40: the context has {CONTEXT} positions",)
+
+
 def test_a_block_that_never_fits_is_a_matter_of_the_parameters(causal: Loaded, bidirectional: Loaded) -> None:
     with pytest.raises(BadPrompt, match=f"block_length: {CONTEXT} does not fit") as caught:
         row(causal, 3, block_length=CONTEXT)

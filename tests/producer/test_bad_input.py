@@ -58,7 +58,7 @@ WRONG: dict[str, tuple[bytes, ErrorCode, str]] = {
     "not JSON": (b'{"prompt": "good"', ErrorCode.BAD_JSON, "not JSON: Expecting ',' delimiter at column 18"),
     "a list": (b'["good"]', ErrorCode.BAD_ROW, "expected a JSON object, found a list"),
     "a number": (b"3", ErrorCode.BAD_ROW, "expected a JSON object, found a number"),
-    "no prompt": (b'{"id": "x"}', ErrorCode.BAD_ROW, "'prompt' or 'messages' is missing"),
+    "no prompt": (b'{"id": "x"}', ErrorCode.BAD_ROW, "'prompt', 'messages' or 'prompt_token_ids' is missing"),
     "an empty prompt": (b'{"prompt": ""}', ErrorCode.EMPTY_PROMPT, "the prompt is empty"),
     "an unknown key": (b'{"prompt": "a", "temprature": 1}', ErrorCode.BAD_PARAMS, "did you mean 'temperature'?"),
     "an unknown parameter": (

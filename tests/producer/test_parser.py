@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from contract.jobs import ErrorRow, PromptJob
+from contract.jobs import ErrorRow, PromptJob, shown
 from contract.ledger import Cursor
 from contract.sampling import SamplingParams
 from producer.parser import Parsed
@@ -24,6 +24,15 @@ def test_jsonl_rows_keep_their_order_ids_and_lines(rows: Rows) -> None:
     found = rows('{"id": "a", "prompt": "one"}\n{"prompt": "two"}\n')
     assert [(row.index, row.line, row.id) for row in found] == [(0, 1, "a"), (1, 2, "1")]
     assert prompts(found) == ["one", "two"]
+
+
+def test_token_ids_travel_as_they_are(rows: Rows) -> None:
+    (job,) = rows('{"prompt_token_ids": [5, 0, 7], "truncate": "left"}\n')
+    assert isinstance(job, PromptJob)
+    assert job.asked == (5, 0, 7)
+    assert shown(job.asked) == [5, 0, 7]
+    assert job.params.truncate == "left"
+    assert PromptJob.model_validate_json(job.model_dump_json(exclude_defaults=True)) == job
 
 
 def test_a_row_lays_its_parameters_over_the_batchs(rows: Rows) -> None:
@@ -42,7 +51,7 @@ def test_openai_batch_rows_become_jobs(rows: Rows) -> None:
     assert isinstance(job, PromptJob)
     assert job.id == "c-1"
     assert job.prompt is None
-    assert job.shown_prompt() == body["messages"]
+    assert shown(job.asked) == body["messages"]
     assert job.params.max_new_tokens == 5
 
 

@@ -61,6 +61,11 @@ def test_empty_leftovers_of_logged_messages_are_passed_over() -> None:
     assert read(batch_row(messages=[turn]))[0] == (Message(role="assistant", content="yes"),)
 
 
+def test_a_prompt_may_be_tokens_already() -> None:
+    assert read({"prompt_token_ids": [5, 0, 7]})[0] == (5, 0, 7)
+    assert read(batch_row("/v1/completions", prompt=[5, 0, 7]))[0] == (5, 0, 7)
+
+
 def test_model_is_the_last_part_of_its_path() -> None:
     assert read({"prompt": "hi", "model": "models/demo/"})[1] == "demo"
 
@@ -85,11 +90,19 @@ def test_an_id_that_names_nothing_is_refused(row: dict[str, Any]) -> None:
     [
         (["hi"], ErrorCode.BAD_ROW, "expected a JSON object, found a list"),
         ("hi", ErrorCode.BAD_ROW, "found text"),
-        ({}, ErrorCode.BAD_ROW, "'prompt' or 'messages' is missing"),
+        ({}, ErrorCode.BAD_ROW, "'prompt', 'messages' or 'prompt_token_ids' is missing"),
         ({"prompt": None}, ErrorCode.BAD_ROW, "is missing"),
         ({"prompt": "a", "messages": []}, ErrorCode.BAD_ROW, "exclude each other"),
         ({"prompt": ["a", "b"]}, ErrorCode.BAD_ROW, "give each prompt its own row"),
         ({"prompt": 7}, ErrorCode.BAD_ROW, "found a number"),
+        ({"prompt": [[1, 2], [3]]}, ErrorCode.BAD_ROW, "give each prompt its own row"),
+        ({"prompt": "a", "prompt_token_ids": [1]}, ErrorCode.BAD_ROW, "'prompt' and 'prompt_token_ids' exclude"),
+        ({"prompt_token_ids": []}, ErrorCode.EMPTY_PROMPT, "no tokens"),
+        ({"prompt_token_ids": "1 2"}, ErrorCode.BAD_ROW, "must be a list of numbers, found text"),
+        ({"prompt_token_ids": [1, -1]}, ErrorCode.BAD_ROW, "token 2 must be a whole number from 0 on, found -1"),
+        ({"prompt_token_ids": [1, True]}, ErrorCode.BAD_ROW, "token 2 must be a whole number from 0 on, found True"),
+        ({"prompt_token_ids": [1.0]}, ErrorCode.BAD_ROW, "token 1 must be a whole number"),
+        ({"prompt_token_ids": [2**31]}, ErrorCode.BAD_ROW, "token 1 must be a whole number"),
         ({"prompt": " \n"}, ErrorCode.EMPTY_PROMPT, "empty"),
         ({"messages": []}, ErrorCode.EMPTY_PROMPT, "empty"),
         ({"messages": "hi"}, ErrorCode.BAD_ROW, "must be a list"),

@@ -297,7 +297,9 @@ def test_a_small_budget_makes_a_small_subset(workload: Workload) -> None:
 def test_useful_flops_are_those_of_the_formula(tiny: Loaded) -> None:
     c = tiny.spec.decoder
     weights = sum(
-        math.prod(w.shape) for layer in tiny.decoder.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)
+        math.prod(w.shape)
+        for layer in tiny.decoder.layers
+        for w in (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down)
     )
     assert useful_flops(tiny, EngineStats(denoise_positions=1)) == 2 * weights
     assert useful_flops(tiny, EngineStats(attention_cells=1)) == 4 * c.heads * c.head_dim * c.layers

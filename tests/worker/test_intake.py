@@ -253,7 +253,7 @@ def test_a_scheduled_retry_is_visible_to_rq_and_queued_when_due(
     assert Job.fetch("b-0", redis, serializer=JSONSerializer).meta["error"] == "model_error: the model fell over"
     assert one.take(1) == []
     redis.zadd(scheduled.key, {"b-0": 1})
-    one.maintain()
+    one.reconciler.run()
     assert standing(redis) == ["b-0"]
     assert one.take(1)[0].attempt == 2
 
@@ -369,7 +369,7 @@ def test_who_lost_a_lease_changes_nothing(
     slow, quick = quiet(name="slow"), quiet(name="quick")
     (row,) = slow.take(1)
     expire_leases(redis)
-    quick.maintain()
+    quick.reconciler.run()
     (again,) = quick.take(1)
     assert (again.attempt, again.suspect) == (1, 1)
     end = {
@@ -441,9 +441,9 @@ def test_a_job_stranded_between_queue_and_registry_is_put_back(
     submit(2)
     redis.lmove(demo(redis).key, demo(redis).intermediate_queue.key, "LEFT", "RIGHT")
     one = quiet(lease_s=0.2)
-    one.maintain()
+    one.reconciler.run()
     assert standing(redis) == ["b-1"]
-    wait_until(lambda: one.maintain() or standing(redis) == ["b-0", "b-1"])
+    wait_until(lambda: one.reconciler.run() or standing(redis) == ["b-0", "b-1"])
     assert not redis.exists(demo(redis).intermediate_queue.key)
 
 
@@ -473,7 +473,7 @@ def test_a_name_that_a_living_worker_has_is_refused(
 def crash(redis: Redis, one: Intake) -> None:
     """The worker that holds rows dies; what it held returns to the queue."""
     expire_leases(redis)
-    one.maintain()
+    one.reconciler.run()
 
 
 def test_a_row_that_ran_through_two_crashes_runs_alone(redis: Redis, submit: Callable[..., str], quiet: Any) -> None:
@@ -569,7 +569,7 @@ def test_crashes_of_real_processes_are_counted(
         process.wait()
         expire_leases(redis)
         assert starts(redis) == {0: crashes}
-    one.maintain()
+    one.reconciler.run()
     assert one.take(1) == []
     (rejected,) = one.rejected()
     row = rejected.error_row("w")
@@ -610,7 +610,7 @@ def test_a_damaged_job_is_rejected_and_harms_no_neighbour(
     assert one.fail(rejected)
     assert ledger.marks([("b", 0)]) == [Mark.FAILED]
     assert started(redis) == ["b-1"]
-    one.maintain()
+    one.reconciler.run()
 
 
 @pytest.mark.parametrize("where", ["waiting", "started", "scheduled", "given back"])
@@ -800,5 +800,5 @@ def test_trouble_with_one_queue_does_not_keep_maintenance_from_the_others(
     expire_leases(redis)
     redis.set(demo(redis, "high").key, "not a list")
     redis.set(demo(redis, "high").intermediate_queue.key, "not a list")
-    quiet().maintain()
+    quiet().reconciler.run()
     assert standing(redis) == ["b-0"]

@@ -186,6 +186,28 @@ def test_prompts_that_cannot_run_become_error_rows_and_the_rest_runs(
     assert batch.counts == Counts(total=4, submitted=4, done=2, failed=2)
 
 
+def test_prompts_of_tokens_run_and_what_was_cut_is_told(
+    model: Model, queued: Callable[..., str], work: Callable[..., None], folders: Folders
+) -> None:
+    ids = model.tokenizer.encode("token by token")
+    queued(
+        [{"prompt_token_ids": ids}, "token by token", {"prompt_token_ids": (5, 300)}, "x" * 600],
+        SamplingParams(max_new_tokens=16, truncate="middle", seed=1),
+    )
+    work(model)
+    rows = published(folders, "b.jsonl")
+    assert [row["id"] for row in rows] == ["0", "1", "3"]
+    assert rows[0]["prompt"] == list(ids)
+    assert rows[0]["output"] == rows[1]["output"]
+    assert [row["notes"] for row in rows[:2]] == [[], []]
+    assert rows[2]["notes"] == [f"prompt cut from 600 to {512 - 16} tokens (truncate: middle)"]
+    assert rows[2]["params"]["truncate"] == "middle"
+    (error,) = published(folders, "b.errors.jsonl")
+    assert error["error"]["code"] == "bad_row"
+    assert "token 2 is 300, and the model's are 0 to 258" in error["error"]["message"]
+    assert error["prompt"] == [5, 300]
+
+
 def test_a_failing_step_costs_the_culprit_and_not_its_neighbours(
     model: Model, queued: Callable[..., str], work: Callable[..., None], folders: Folders
 ) -> None:

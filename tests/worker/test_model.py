@@ -29,6 +29,9 @@ FAMILIES = [
     checkpoints.illada,
     checkpoints.dream,
     checkpoints.a2d_qwen3,
+    checkpoints.llada_moe,
+    checkpoints.llada2,
+    checkpoints.sdar_moe,
     diffusion_gemma,
 ]
 MODULES = ("configuration_trap.py", "modeling_trap.py", "tokenization_trap.py", "__init__.py", "setup.py")
@@ -40,7 +43,7 @@ def opened(folder: Path) -> Model:
 
 def answer(model: Model) -> str:
     turn = (Message(role="user", content="Why?"),)
-    model.engine.add(model.request("r", None, turn, SamplingParams(max_new_tokens=8)))
+    model.engine.add(model.request("r", turn, SamplingParams(max_new_tokens=8)))
     while not (finished := model.engine.step()):
         pass
     assert finished[0].error is None
@@ -100,7 +103,7 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path: Path) -> Non
 def test_dreams_tokenizer_reads_special_tokens_and_every_byte(tmp_path: Path) -> None:
     tokenizer = Tokenizer(checkpoints.dream(tmp_path), checkpoints.VOCABULARY, "raw", "Qwen2Tokenizer")
     text = "Wärme 7 ≠ heat\n"
-    ids = tokenizer.encode(text + "<|mask|><|end|>", None)
+    ids = tokenizer.encode(text + "<|mask|><|end|>")
     assert ids[-2:] == (checkpoints.MASK, checkpoints.STOP)
     assert len(ids) == len(text.encode()) + 2
     assert tokenizer.decode(ids) == text
@@ -110,14 +113,14 @@ def test_the_chat_template_is_given_the_familys_values(tmp_path: Path) -> None:
     folder = checkpoints.a2d_qwen3(tmp_path, chat_template=True)
     template = checkpoints.CHAT_TEMPLATE + "{% if enable_thinking is false %}<think></think>{% endif %}"
     change(folder / "tokenizer_config.json", chat_template=template)
-    request = opened(folder).request("r", "Why?", None, SamplingParams())
+    request = opened(folder).request("r", "Why?", SamplingParams())
     assert Tokenizer(folder, checkpoints.VOCABULARY).decode(request.prompt_ids).endswith("<think></think>")
 
 
 def test_a_model_of_random_canvases_answers_through_its_own_template(tmp_path: Path) -> None:
     """Published in a file beside the tokenizer's."""
     model = opened(diffusion_gemma(tmp_path, chat_template=True))
-    request = model.request("r", "Why?", None, SamplingParams(max_new_tokens=40))
+    request = model.request("r", "Why?", SamplingParams(max_new_tokens=40))
     assert model.tokenizer.decode(request.prompt_ids) == "user\nWhy?\nmodel\n"
     model.engine.add(request)
     while not (finished := model.engine.step()):
@@ -160,7 +163,11 @@ def test_a_hub_id_is_fetched_without_code_and_pickles(folders: Folders, monkeypa
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     assert model_folder(folders, "Dream-org/Dream-v0-Instruct-7B") == Path("/cache/snapshot")
-    assert set(fetched) == {name for name, wanted in published.items() if wanted}
+    wanted = {name for name, wanted in published.items() if wanted}
+    assert set(fetched) == wanted
+    fetched.clear()
+    model_folder(folders, "Dream-org/Dream-v0-Instruct-7B", allow_pickles=True)
+    assert set(fetched) == wanted | {"pytorch_model.bin"}
 
 
 def test_a_hub_id_without_a_connection_says_so(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:

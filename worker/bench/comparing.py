@@ -12,6 +12,7 @@ from worker.bench.causal import Causal
 from worker.bench.driving import Pass, continuous
 from worker.bench.memory import peak_mb, reset_peak
 from worker.bench.peak import Product, Window, best_product, denoise_window
+from worker.bench.prompts import strided
 from worker.bench.reference import Reference
 from worker.bench.report import ENGINE, report
 from worker.bench.systems import Continuous, Single, Static, System, Workload
@@ -41,7 +42,8 @@ def compare(workload: Workload, names: Sequence[str], rounds: int, facts: dict[s
         ensure_base(workload.base)  # now, rather than after the first minutes
     engine.prepare()
     reset_peak(device)
-    _pass(engine, 0, say)
+    say("engine: warm-up")
+    continuous(workload.engine(), strided(workload.requests, 2 * workload.rows))
     memory = peak_mb(device)  # before the baselines' weights are there
     systems: list[System] = [BASELINES[name](workload) for name in names]
     for system in systems:
@@ -62,8 +64,8 @@ def compare(workload: Workload, names: Sequence[str], rounds: int, facts: dict[s
 
 def _pass(system: System, number: int, say: Say) -> Pass:
     done = system.run()
-    title = f"round {number}" if number else "warm-up"
-    say(f"{title}  {system.name}: {done.tokens_per_second:.1f} tokens/s ({done.tokens} tokens, {done.seconds:.1f} s)")
+    rate = f"{done.tokens_per_second:.1f} tokens/s ({done.tokens} tokens, {done.seconds:.1f} s)"
+    say(f"round {number}  {system.name}: {rate}")
     return done
 
 

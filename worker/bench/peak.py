@@ -82,7 +82,7 @@ def useful_flops(loaded: Loaded, stats: EngineStats) -> float:
     """2·P_linear·positions + 4·cells·heads·head_dim·layers + 2·d·V·predictions (a multiply and an add each)."""
     c = loaded.spec.decoder
     attention = c.hidden_size * (c.heads + 2 * c.kv_heads) * c.head_dim + c.heads * c.head_dim * c.hidden_size
-    linear = c.layers * (attention + 3 * c.hidden_size * c.intermediate_size)
+    linear = c.layers * attention + c.active_mlp_weights
     return (
         2.0 * linear * stats.positions
         + 4.0 * stats.attention_cells * c.heads * c.head_dim * c.layers

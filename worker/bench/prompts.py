@@ -42,10 +42,8 @@ def _find(name: str) -> Path:
 
 def _request(row: dict[str, Any], model: Model) -> Request:
     turns = row.get("messages")
-    messages = tuple(Message(**turn) for turn in turns) if turns is not None else None
-    return model.request(
-        row["id"], row.get("prompt"), messages, parse_params({"max_new_tokens": row["max_new_tokens"]})
-    )
+    prompt = row["prompt"] if turns is None else tuple(Message(**turn) for turn in turns)
+    return model.request(row["id"], prompt, parse_params({"max_new_tokens": row["max_new_tokens"]}))
 
 
 def strided(items: Sequence[T], count: int | None) -> list[T]:

@@ -1,7 +1,4 @@
-"""A checkpoint folder -> spec and decoder, on a device and in a dtype. Runs no code from the folder.
-
-Weights come from safetensors, one file or an index of shards, mapped into memory and read one at a time.
-"""
+"""A checkpoint folder -> spec and decoder, on a device and in a dtype. Runs no code from the folder."""
 
 from __future__ import annotations
 
@@ -14,17 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from contract.errors import ModelLoadError
-from worker.engine.models.decoder import Decoder, shapes
+from worker.engine.models.decoder import Decoder, dtype_of, shapes
 from worker.engine.models.registry import model_spec
 from worker.engine.models.spec import NAME, ModelSpec
+from worker.engine.weights import open_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 @dataclass(frozen=True)
@@ -39,7 +34,9 @@ class Loaded:
         return sum(math.prod(shape) for shape in shapes(self.spec.decoder).values())
 
 
-def load(folder: Path, device: str = "auto", dtype: str = "auto", threads: int = 0) -> Loaded:
+def load(
+    folder: Path, device: str = "auto", dtype: str = "auto", threads: int = 0, allow_pickles: bool = False
+) -> Loaded:
     """Load the checkpoint in `folder`; `threads` of the CPU are set for the process, 0 leaves torch's choice.
 
     Raises ModelLoadError naming what is missing, unexpected or wrongly shaped, or why the device cannot be used.
@@ -50,8 +47,8 @@ def load(folder: Path, device: str = "auto", dtype: str = "auto", threads: int =
     if threads:
         torch.set_num_threads(threads)
     with ExitStack() as stack:
-        fetch = _open_weights(folder, spec, stack)
-        decoder = Decoder(spec.decoder, lambda name: fetch(name).to(target, wanted))
+        fetch = _fetch(folder, spec, allow_pickles, stack)
+        decoder = Decoder(spec.decoder, lambda name: fetch(name).to(target, dtype_of(name, wanted)))
     return Loaded(spec, decoder)
 
 
@@ -102,53 +99,14 @@ def _cpu_multiplies_bfloat16() -> bool:
     return any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)
 
 
-def _open_weights(folder: Path, spec: ModelSpec, stack: ExitStack) -> Callable[[str], Tensor]:
+def _fetch(folder: Path, spec: ModelSpec, allow_pickles: bool, stack: ExitStack) -> Callable[[str], Tensor]:
     """A function from our weight name to the tensor; complains at once about anything that does not fit."""
-    where = open_weights(folder, stack)
+    stored = open_weights(folder, allow_pickles, stack)
     wanted = {spec.tensor_name(name): shape for name, shape in shapes(spec.decoder).items()}
     # A tied head is sometimes stored as well; it is the embedding again.
     spare = {spec.tensor_name("head")} if spec.decoder.tied_head else set()
-    compare(folder, wanted, {name: tuple(file.get_slice(name).get_shape()) for name, file in where.items()}, spare)
-    return lambda name: where[spec.tensor_name(name)].get_tensor(spec.tensor_name(name))
-
-
-def open_weights(folder: Path, stack: ExitStack) -> dict[str, Any]:
-    """The open safetensors file of every published tensor name; `stack` closes them."""
-    where: dict[str, Any] = {}
-    for file in _weight_files(folder):
-        try:
-            opened = stack.enter_context(safe_open(file, framework="pt"))
-        except (SafetensorError, OSError) as error:
-            raise ModelLoadError(f"{file} cannot be read as safetensors: {error}") from None
-        where |= dict.fromkeys(opened.keys(), opened)
-    return where
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ModelLoadError(f"{index} is not an index of shards: no readable 'weight_map'") from None
-        files = [folder / name for name in names]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ModelLoadError(f"{folder}: no *.safetensors file{_pickles(folder)}")
-    missing = [file.name for file in files if not file.is_file()]
-    if missing:
-        raise ModelLoadError(f"{folder}: {', '.join(missing)} missing")
-    return files
-
-
-def _pickles(folder: Path) -> str:
-    """Unpickling runs whatever code a file holds, so such weights are named and left alone."""
-    names = sorted(file.name for ending in PICKLES for file in folder.glob(f"*{ending}"))
-    if not names:
-        return ""
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"; {names[0]}{more} may run code when read: convert the weights to safetensors"
+    compare(folder, wanted, {name: one.shape for name, one in stored.items()}, spare)
+    return lambda name: stored[spec.tensor_name(name)].read()
 
 
 def compare(

@@ -9,6 +9,7 @@ import torch
 
 from worker.engine.cache import capacity_for
 from worker.engine.models.decoder import Decoder
+from worker.engine.models.spec import DecoderConfig
 
 SHARE = 0.5
 """Of what is free beside a step's own tensors; the rest is for slots that grow by being copied, and for others."""
@@ -48,10 +49,20 @@ def plan_memory(
 
 
 def step_bytes(decoder: Decoder, positions: int) -> int:
-    """Roughly the tensors of one step: residual stream and norms, queries to values, gate and up, one logits slice."""
+    """Roughly the tensors of one step: residual stream and norms, queries to values, the MLP's, one logits slice."""
     c = decoder.config
-    wide = 6 * c.hidden_size + 2 * (c.heads + 2 * c.kv_heads) * c.head_dim + 3 * c.intermediate_size
+    wide = 6 * c.hidden_size + 2 * (c.heads + 2 * c.kv_heads) * c.head_dim + _mlp_width(c)
     return positions * wide * decoder.dtype.itemsize + (512 << 20)
+
+
+def _mlp_width(c: DecoderConfig) -> int:
+    """Numbers per position: gate, up and their product. With experts, for each that it goes to: gate and up twice,
+    while the experts' products are put together, and its output, again in float32."""
+    if c.experts is None:
+        return 3 * c.intermediate_size
+    e = c.experts
+    chosen = e.top_k * (3 * c.hidden_size + 4 * e.intermediate_size)
+    return max(3 * c.intermediate_size, chosen + 3 * e.shared_intermediate_size)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -15,13 +15,15 @@ AnyLoaded = Loaded | CanvasLoaded
 AnyEngine = Engine | CanvasEngine
 
 
-def load(folder: Path, device: str = "auto", dtype: str = "auto", threads: int = 0) -> AnyLoaded:
+def load(
+    folder: Path, device: str = "auto", dtype: str = "auto", threads: int = 0, allow_pickles: bool = False
+) -> AnyLoaded:
     """Load the checkpoint in `folder`; `threads` of the CPU are set for the process, 0 leaves torch's choice.
 
     Raises ModelLoadError naming what is missing, unexpected or wrongly shaped, or why the device cannot be used.
     """
     canvas = architecture_of(read_config(folder)) in CANVAS_FAMILIES
-    return (load_canvas if canvas else load_masked)(folder, device, dtype, threads)
+    return (load_canvas if canvas else load_masked)(folder, device, dtype, threads, allow_pickles)
 
 
 def engine_of(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from contract.errors import PromptError
-from contract.sampling import CacheKind, Commit, Rule, SamplingParams
+from contract.sampling import CacheKind, Commit, Rule, SamplingParams, Truncate
 from worker.engine.models.spec import Attention
 
 
@@ -38,6 +38,9 @@ class Plan:
     top_p: float
     top_k: int
     seed: int
+    truncate: Truncate | None
+    notes: tuple[str, ...]
+    """What was done to the prompt or to its parameters to make them fit."""
 
 
 @dataclass(frozen=True)

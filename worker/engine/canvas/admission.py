@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from contract.errors import BadPrompt
 from contract.sampling import Rule, SamplingParams
+from worker.engine.admission import Context, fitting, notes_on
 from worker.engine.canvas.row import CanvasRow
 from worker.engine.canvas.spec import CanvasSpec
 from worker.engine.request import Plan, Request
@@ -20,12 +23,14 @@ def admit(request: Request, spec: CanvasSpec) -> CanvasRow:
     """
     params = request.params
     _refuse_foreign(params, spec)
+    context = Context(spec.decoder.max_positions, least=spec.decoder.canvas_length)
+    prompt_ids = fitting(request, context)
     plan = Plan(
         attention="canvas",
         rule=RULE,
         number=spec.entropy_bound if params.entropy_bound is None else params.entropy_bound,
         bound=0.0,
-        max_new_tokens=min(params.max_new_tokens, _room(request, spec)),
+        max_new_tokens=min(params.max_new_tokens, context.room(len(prompt_ids))),
         denoise_steps=params.denoise_steps or spec.denoise_steps,
         block_length=spec.decoder.canvas_length,
         cache="none",
@@ -35,8 +40,10 @@ def admit(request: Request, spec: CanvasSpec) -> CanvasRow:
         top_p=params.top_p,
         top_k=params.top_k,
         seed=params.seed or 0,
+        truncate=params.truncate,
+        notes=notes_on(request, len(prompt_ids), context),
     )
-    return CanvasRow(request, plan, spec)
+    return CanvasRow(replace(request, prompt_ids=prompt_ids), plan, spec)
 
 
 def _refuse_foreign(params: SamplingParams, spec: CanvasSpec) -> None:
@@ -49,17 +56,3 @@ def _refuse_foreign(params: SamplingParams, spec: CanvasSpec) -> None:
             "bad_params",
             f"{', '.join(foreign)}: family '{spec.family}' denoises whole canvases by rule '{RULE}'; leave it out",
         )
-
-
-def _room(request: Request, spec: CanvasSpec) -> int:
-    """Answer tokens that the context leaves, in whole canvases."""
-    length, context, canvas = len(request.prompt_ids), spec.decoder.max_positions, spec.decoder.canvas_length
-    if length == 0:
-        raise BadPrompt("empty_prompt", "the prompt has no tokens")
-    if length + canvas > context:
-        raise BadPrompt(
-            "prompt_too_long",
-            f"the prompt has {length} tokens; the model's context of {context} leaves no room for a canvas of {canvas} "
-            f"(longest prompt: {context - canvas} tokens)",
-        )
-    return (context - length) // canvas * canvas

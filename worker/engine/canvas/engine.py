@@ -206,7 +206,7 @@ class CanvasEngine:
         else:
             rows[0].fail(PromptFailure("out_of_memory", "this prompt does not fit into memory, even alone"))
             self._running, rows = rows, []
-        self._waiting.extendleft(admit(row.request, self.spec) for row in reversed(rows))
+        self._waiting.extendleft(CanvasRow(row.request, row.plan, self.spec) for row in reversed(rows))
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from contract.errors import ModelLoadError
 from worker.engine.canvas.model import CanvasModel
 from worker.engine.canvas.native import NOT_TEXT, TIED_HEAD, fill, published_shapes, text_models
 from worker.engine.canvas.spec import GENERATION, CanvasSpec
-from worker.engine.loading import choose_device, choose_dtype, compare, open_weights, read_config
+from worker.engine.loading import choose_device, choose_dtype, compare, read_config
 from worker.engine.models.registry import canvas_spec
+from worker.engine.weights import open_weights
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,9 @@ class CanvasLoaded:
         return self.decoder.parameters
 
 
-def load_canvas(folder: Path, device: str = "auto", dtype: str = "auto", threads: int = 0) -> CanvasLoaded:
+def load_canvas(
+    folder: Path, device: str = "auto", dtype: str = "auto", threads: int = 0, allow_pickles: bool = False
+) -> CanvasLoaded:
     """Load the checkpoint in `folder`; options and errors are those of `worker.engine.load`."""
     spec = canvas_spec(read_config(folder) | {GENERATION: _generation(folder)})
     target = choose_device(device)
@@ -40,16 +42,10 @@ def load_canvas(folder: Path, device: str = "auto", dtype: str = "auto", threads
         torch.set_num_threads(threads)
     decoder, encoder = text_models(spec)
     with ExitStack() as stack:
-        where = open_weights(folder, stack)
-        found = {name: tuple(file.get_slice(name).get_shape()) for name, file in where.items()}
-        text = {name: shape for name, shape in found.items() if not name.startswith(NOT_TEXT)}
+        stored = open_weights(folder, allow_pickles, stack)
+        text = {name: one.shape for name, one in stored.items() if not name.startswith(NOT_TEXT)}
         compare(folder, published_shapes(decoder, encoder), text, spare={TIED_HEAD})
-
-        def fetch(name: str) -> Tensor:
-            tensor: Tensor = where[name].get_tensor(name)
-            return tensor.to(target, wanted)
-
-        fill(decoder, encoder, fetch)
+        fill(decoder, encoder, lambda name: stored[name].read().to(target, wanted))
     return CanvasLoaded(spec, CanvasModel(decoder, encoder))
 
 

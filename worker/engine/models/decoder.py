@@ -1,4 +1,4 @@
-"""The one lean decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU, over packed tokens.
+"""The one lean decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU or experts, over packed tokens.
 
 It sees a flat list of positions from any number of rows; which of them may look at which keys is the attention
 plan's business (`runner.py`). There is no padding and no batch axis here.
@@ -14,8 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from worker.engine.models.experts import MixtureOfExperts, expert_shapes
 from worker.engine.models.linear import Head, Linear
 from worker.engine.models.spec import DecoderConfig
+from worker.engine.models.swiglu import SwiGLU, swiglu_shapes
 
 Fetch = Callable[[str], Tensor]
 """A weight by our name (`layers.0.q`), on the device and in the dtype it will run in."""
@@ -37,8 +39,7 @@ class Layer:
     qk_norm: tuple[Tensor, Tensor] | None  # (head_dim,) each
     o: Linear  # (d, heads * head_dim)
     mlp_norm: Tensor  # (d,)
-    gate_up: Linear  # (2 * intermediate, d)
-    down: Linear  # (d, intermediate)
+    mlp: Callable[[Tensor], Tensor]  # (T, d) -> (T, d)
 
 
 class Decoder:
@@ -51,6 +52,7 @@ class Decoder:
         self.norm = fetch("norm")  # (d,)
         self.head = Head(self.embed if config.tied_head else fetch("head"))  # (V, d)
         self.cos, self.sin = rope_tables(config, self.embed.dtype, self.embed.device)
+        self._rotate = _rotate if config.rotary_dim is None else _rotate_first
 
     @property
     def device(self) -> torch.device:
@@ -63,14 +65,14 @@ class Decoder:
     def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend, wanted: Tensor) -> Tensor:
         """tokens (T,), positions (T,), wanted (N,) indices into T -> states there (N, d), ready for the head."""
         x = F.embedding(tokens, self.embed)
-        cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)  # (T, 1, head_dim)
+        cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)  # (T, 1, rotary_dim)
         last = len(self.layers) - 1
         for number, layer in enumerate(self.layers):
             seen = self._attention(number, layer, self._rms_norm(x, layer.attention_norm), cos, sin, attend)
             if number == last:  # all positions leave their keys and values; only the wanted ones go on
                 x, seen = x.index_select(0, wanted), seen.index_select(0, wanted)
             x = x + layer.o(seen)
-            x = x + _swiglu(self._rms_norm(x, layer.mlp_norm), layer)
+            x = x + layer.mlp(self._rms_norm(x, layer.mlp_norm))
         return self._rms_norm(x, self.norm)
 
     def _attention(self, number: int, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
@@ -81,7 +83,7 @@ class Decoder:
         if layer.qk_norm is not None:
             q, k = qk.split([c.heads, c.kv_heads], dim=1)
             qk = torch.cat([self._rms_norm(q, layer.qk_norm[0]), self._rms_norm(k, layer.qk_norm[1])], dim=1)
-        q, k = _rotate(qk, cos, sin).split([c.heads, c.kv_heads], dim=1)
+        q, k = self._rotate(qk, cos, sin).split([c.heads, c.kv_heads], dim=1)
         return attend(number, q, k, v)
 
     def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -90,8 +92,9 @@ class Decoder:
 
 
 def rope_tables(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin (max_positions, head_dim), computed in float64 on the half-split layout, rounded once."""
-    half = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+    """cos and sin (max_positions, rotary_dim), computed in float64 on the half-split layout, rounded once."""
+    width = config.rotary_dim or config.head_dim
+    half = torch.arange(0, width, 2, dtype=torch.float64) / width
     angles = torch.outer(torch.arange(config.max_positions, dtype=torch.float64), config.rope_theta**-half)
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
@@ -103,9 +106,10 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-def _swiglu(x: Tensor, layer: Layer) -> Tensor:
-    gate, up = layer.gate_up(x).chunk(2, dim=-1)
-    return layer.down(F.silu(gate) * up)
+def _rotate_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As `_rotate`, half-split within the first dimensions of a head; the others pass through."""
+    width = cos.shape[-1]
+    return torch.cat((_rotate(x[..., :width], cos, sin), x[..., width:]), dim=-1)
 
 
 def _layer(config: DecoderConfig, number: int, fetch: Fetch) -> Layer:
@@ -115,15 +119,20 @@ def _layer(config: DecoderConfig, number: int, fetch: Fetch) -> Layer:
     return Layer(
         attention_norm=get("attention_norm"),
         qkv=Linear(
-            torch.cat([get("q"), get("k"), get("v")]),
+            get("qkv") if config.fused_qkv else torch.cat([get("q"), get("k"), get("v")]),
             torch.cat([get("q_bias"), get("k_bias"), get("v_bias")]) if config.qkv_bias else None,
         ),
         qk_norm=(get("q_norm"), get("k_norm")) if config.qk_norm else None,
         o=Linear(get("o")),
         mlp_norm=get("mlp_norm"),
-        gate_up=Linear(torch.cat([get("gate"), get("up")])),
-        down=Linear(get("down")),
+        mlp=_mlp(config, number, get),
     )
+
+
+def _mlp(config: DecoderConfig, number: int, get: Fetch) -> Callable[[Tensor], Tensor]:
+    if config.experts is None or number < config.experts.dense_layers:
+        return SwiGLU(get("gate"), get("up"), get("down"))
+    return MixtureOfExperts(config.experts, get)
 
 
 def shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
@@ -132,15 +141,13 @@ def shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
     one: dict[str, tuple[int, ...]] = {
         "attention_norm": (c.hidden_size,),
-        "q": (q, c.hidden_size),
-        "k": (kv, c.hidden_size),
-        "v": (kv, c.hidden_size),
         "o": (c.hidden_size, q),
         "mlp_norm": (c.hidden_size,),
-        "gate": (c.intermediate_size, c.hidden_size),
-        "up": (c.intermediate_size, c.hidden_size),
-        "down": (c.hidden_size, c.intermediate_size),
     }
+    if c.fused_qkv:
+        one["qkv"] = (q + 2 * kv, c.hidden_size)
+    else:
+        one |= {"q": (q, c.hidden_size), "k": (kv, c.hidden_size), "v": (kv, c.hidden_size)}
     if c.qkv_bias:
         one |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)}
     if c.qk_norm:
@@ -149,5 +156,16 @@ def shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     if not c.tied_head:
         table["head"] = (c.vocab_size, c.hidden_size)
     for number in range(c.layers):
-        table |= {f"layers.{number}.{part}": shape for part, shape in one.items()}
+        table |= {f"layers.{number}.{part}": shape for part, shape in (one | _mlp_shapes(c, number)).items()}
     return table
+
+
+def _mlp_shapes(config: DecoderConfig, number: int) -> dict[str, tuple[int, ...]]:
+    if config.experts is None or number < config.experts.dense_layers:
+        return swiglu_shapes(config.hidden_size, config.intermediate_size)
+    return expert_shapes(config.experts, config.hidden_size)
+
+
+def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
+    """What our weight `name` is kept in: `dtype`, but for the router's bias, whose small differences choose experts."""
+    return torch.float32 if name.endswith(".router_bias") else dtype

@@ -9,22 +9,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from contract.errors import ModelLoadError
-from worker.engine.models.llama_names import llama_decoder, llama_name, stop_ids
+from worker.engine.models.llama_names import llama_decoder, llama_name, require, stop_ids
 from worker.engine.models.spec import ModelSpec
 
 ARCHITECTURES = ("ILLaDAForCausalLM",)
 MASK_ID = 5
 END_OF_TEXT = 2
-UNSUPPORTED = ("layer_norm_eps", "attention_bias", "mlp_bias")
-"""Options of the published code that no published checkpoint sets."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
     """The family facts of a checkpoint whose `config.json` is `config`."""
-    for option in UNSUPPORTED:
-        if config.get(option):
-            raise ModelLoadError(f"config.json: {option} {config[option]} is not supported for family 'illada'")
+    # Options of the published code that no published checkpoint sets.
+    require(config, "illada", layer_norm_eps=None, attention_bias=False, mlp_bias=False)
     return ModelSpec(
         family="illada",
         decoder=llama_decoder(config),

@@ -22,6 +22,7 @@ _IN_LAYER = {
     "gate": "mlp.gate_proj.weight",
     "up": "mlp.up_proj.weight",
     "down": "mlp.down_proj.weight",
+    "router": "mlp.gate.weight",
 }
 _OUTSIDE = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
 
@@ -30,8 +31,9 @@ def llama_name(name: str) -> str:
     """`layers.3.q` -> `model.layers.3.self_attn.q_proj.weight`."""
     if name in _OUTSIDE:
         return _OUTSIDE[name]
-    _, layer, part = name.split(".")
-    return f"model.layers.{layer}.{_IN_LAYER[part]}"
+    _, layer, part = name.split(".", 2)
+    inside = f"mlp.{part}_proj.weight" if part.startswith("experts.") else _IN_LAYER[part]
+    return f"model.layers.{layer}.{inside}"
 
 
 def llama_decoder(config: dict[str, Any]) -> DecoderConfig:
@@ -39,6 +41,8 @@ def llama_decoder(config: dict[str, Any]) -> DecoderConfig:
     rope = config.get("rope_parameters") or {}
     _refuse_scaled_rope(rope | (config.get("rope_scaling") or {}))
     heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    part = config.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1
     return DecoderConfig(
         vocab_size=config["vocab_size"],
         hidden_size=config["hidden_size"],
@@ -46,11 +50,12 @@ def llama_decoder(config: dict[str, Any]) -> DecoderConfig:
         layers=config["num_hidden_layers"],
         heads=heads,
         kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        head_dim=head_dim,
         norm_eps=config["rms_norm_eps"],
         rope_theta=float(config.get("rope_theta") or rope.get("rope_theta") or 10_000.0),
         max_positions=config["max_position_embeddings"],
         tied_head=bool(config.get("tie_word_embeddings", False)),
+        rotary_dim=None if part == 1 else int(head_dim * part),
     )
 
 
@@ -59,6 +64,13 @@ def _refuse_scaled_rope(rope: dict[str, Any]) -> None:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind != "default":
         raise ModelLoadError(f"config.json: rope type '{kind}' is not supported; only 'default' is")
+
+
+def require(config: dict[str, Any], family: str, **supported: Any) -> None:
+    """Refuse fields whose other values would change the forward pass; one that is missing or null is as supported."""
+    for field, value in supported.items():
+        if config.get(field, value) not in (None, value):
+            raise ModelLoadError(f"config.json: {field} {config[field]} is not supported for family '{family}'")
 
 
 def stop_ids(config: dict[str, Any], *more: int) -> frozenset[int]:

@@ -6,12 +6,24 @@ from typing import Any
 
 from contract.errors import ModelLoadError, nearest
 from worker.engine.canvas.spec import CanvasSpec
-from worker.engine.models import a2d_qwen3, diffusion_gemma, dream, fast_dllm_v2, illada, llada, llama_block, sdar
-from worker.engine.models.spec import ModelSpec
+from worker.engine.models import (
+    a2d_qwen3,
+    diffusion_gemma,
+    dream,
+    fast_dllm_v2,
+    illada,
+    llada,
+    llada2,
+    llada_moe,
+    llama_block,
+    sdar,
+    sdar_moe,
+)
+from worker.engine.models.spec import Experts, ModelSpec
 
 FAMILIES = {
     architecture: family
-    for family in (llama_block, llada, illada, dream, a2d_qwen3, sdar, fast_dllm_v2)
+    for family in (llama_block, llada, illada, dream, a2d_qwen3, sdar, fast_dllm_v2, llada_moe, llada2, sdar_moe)
     for architecture in family.ARCHITECTURES
 }
 CANVAS_FAMILIES = dict.fromkeys(diffusion_gemma.ARCHITECTURES, diffusion_gemma)
@@ -65,6 +77,18 @@ def _check(spec: ModelSpec) -> None:
         raise ModelLoadError(f"config.json: token {spec.mask_id} cannot be both mask_token_id and eos_token_id")
     if shape.heads % shape.kv_heads:
         raise ModelLoadError(f"config.json: {shape.heads} heads cannot share {shape.kv_heads} key and value heads")
+    if shape.experts is not None:
+        _check_choice(shape.experts)
+
+
+def _check_choice(experts: Experts) -> None:
+    """There must be as many experts to choose from as are chosen."""
+    size, rest = divmod(experts.number, experts.groups)
+    if rest or (experts.groups > 1 and size < 2) or experts.top_k > experts.top_groups * size:
+        raise ModelLoadError(
+            f"config.json: {experts.top_k} of {experts.number} experts cannot be chosen from "
+            f"{experts.top_groups} of {experts.groups} groups"
+        )
 
 
 def _check_ids(vocab_size: int, *ids: tuple[str, Any]) -> None:

@@ -18,8 +18,36 @@ NAME = "_name_or_path"
 
 
 @dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in place of the MLP, in all layers after the first `dense_layers`.
+
+    intermediate_size is that of one expert, shared_intermediate_size that of an expert which every position passes
+    (0: there is none). router: `softmax` over all experts, `sigmoid` of each, which is computed in float32 throughout.
+    groups, top_groups: experts are chosen from the best `top_groups` of `groups` equal parts. bias: a number for each
+    expert that is added to its score for the choice. renormalise: the scores of the chosen ones are divided by their
+    sum; `scale` multiplies them in any case.
+    """
+
+    number: int
+    top_k: int
+    intermediate_size: int
+    router: Literal["softmax", "sigmoid"]
+    renormalise: bool
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+    bias: bool = False
+    shared_intermediate_size: int = 0
+    dense_layers: int = 0
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
-    """Shapes and options of the one lean decoder (RMSNorm, RoPE, grouped-query attention, SwiGLU)."""
+    """Shapes and options of the one lean decoder (RMSNorm, RoPE, grouped-query attention, SwiGLU or experts).
+
+    fused_qkv: one weight holds all query heads, then all key heads, then all value heads.
+    rotary_dim: how many of a head's first dimensions are rotated; None: all.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -34,6 +62,19 @@ class DecoderConfig:
     tied_head: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
+    fused_qkv: bool = False
+    rotary_dim: int | None = None
+    experts: Experts | None = None
+
+    @property
+    def active_mlp_weights(self) -> int:
+        """Weights of all layers' MLPs that one position passes: with experts, the routers' and of those it goes to."""
+        dense = 3 * self.hidden_size * self.intermediate_size
+        if self.experts is None:
+            return self.layers * dense
+        e = self.experts
+        mixture = self.hidden_size * (e.number + 3 * (e.top_k * e.intermediate_size + e.shared_intermediate_size))
+        return e.dense_layers * dense + (self.layers - e.dense_layers) * mixture
 
 
 @dataclass(frozen=True)
