@@ -12,7 +12,7 @@ import yaml
 from contract.jobs import REMEDIES
 from contract.sampling import SamplingParams
 from contract.settings import ProducerSettings, Settings, WorkerSettings
-from worker.engine.models.registry import FAMILIES
+from worker.engine.models.registry import CANVAS_FAMILIES, FAMILIES
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -50,7 +50,7 @@ def test_the_commented_defaults_in_configs_are_the_real_ones(kind: type[Settings
 
 
 def test_every_module_is_in_the_readmes_tree_and_every_link_leads_somewhere() -> None:
-    for package in ("contract", "producer", "worker", "worker/engine", "worker/bench"):
+    for package in ("contract", "producer", "worker", "worker/engine", "worker/engine/canvas", "worker/bench"):
         for module in (ROOT / package).glob("[!_]*.py"):
             assert re.search(rf"^  {re.escape(module.name)} ", README, flags=re.MULTILINE), module
     for link in re.findall(r"\]\(([^)#:]+)\)", README):
@@ -64,5 +64,5 @@ def test_every_link_of_the_other_documents_leads_somewhere(file: Path) -> None:
 
 
 def test_the_readme_lists_every_family() -> None:
-    for architecture in FAMILIES:
+    for architecture in FAMILIES | CANVAS_FAMILIES:
         assert re.search(rf"^\| [^|]+ \| [^|]*`{architecture}`", README, flags=re.MULTILINE), architecture

@@ -17,7 +17,7 @@ from contract.jobs import Prompt
 from contract.paths import Folders
 from contract.sampling import SamplingParams
 from contract.settings import WorkerSettings
-from worker.engine import Engine, Finished, Loaded, Request, load
+from worker.engine import AnyEngine, AnyLoaded, Finished, Plan, Request, engine_of, load
 from worker.tokenizing import Tokenizer
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -31,9 +31,9 @@ class Model:
     """A checkpoint ready to answer prompts."""
 
     name: str
-    engine: Engine
+    engine: AnyEngine
     tokenizer: Tokenizer
-    loaded: Loaded
+    loaded: AnyLoaded
 
     def describe(self) -> dict[str, Any]:
         """Facts for logs and checks."""
@@ -114,13 +114,15 @@ def open_model(settings: WorkerSettings) -> Model:
         spec.end_of_answer,
         spec.tokenizer_home,
     )
-    engine = Engine(spec, loaded.decoder, settings.max_rows, settings.max_step_tokens, settings.prefix_cache_mb)
+    engine = engine_of(loaded, settings.max_rows, settings.max_step_tokens, settings.prefix_cache_mb)
     return Model(settings.queue_model, engine, tokenizer, loaded)
 
 
 def applied_params(finished: Finished) -> dict[str, Any]:
     """The sampling parameters as they were applied, for the output row: what to send to get the same text again."""
     plan = finished.plan
+    if plan.attention == "canvas":
+        return _of_canvases(plan)
     by_rule: dict[str, Any] = {
         "fixed_steps": {"denoise_steps": plan.denoise_steps},
         "factor": {"factor": plan.number},
@@ -142,5 +144,17 @@ def applied_params(finished: Finished) -> dict[str, Any]:
         "temperature": plan.temperature,
         "top_p": plan.top_p,
         "top_k": plan.top_k,
+        "seed": plan.seed,
+    }
+
+
+def _of_canvases(plan: Plan) -> dict[str, Any]:
+    """Those that random canvases take; the rule is the only one, and not named beside `denoise_steps`."""
+    return {
+        "max_new_tokens": plan.max_new_tokens,
+        **({"truncate": plan.truncate} if plan.truncate else {}),
+        "denoise_steps": plan.denoise_steps,
+        "entropy_bound": plan.number,
+        "temperature": plan.temperature,
         "seed": plan.seed,
     }

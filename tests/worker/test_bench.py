@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from contract.errors import UsageError
 from contract.sampling import SamplingParams
 from contract.settings import WorkerSettings
+from tests.canvas_checkpoint import diffusion_gemma
 from tests.checkpoints import MASK, a2d_qwen3, llada, llama_block, modernbert, nemotron, sdar, stable_diffcoder, wedlm
 from worker.bench import prompts, scale, series
 from worker.bench.autoregressive import Autoregressive
@@ -225,6 +226,13 @@ def test_a_missing_base_says_which_folder(bench: Callable[..., dict[str, Any]], 
     config = WorkerSettings(root=tmp_path, model=str(lonely), dtype="float32", threads=1)
     task = Task(str(ROOT / "benchmarks" / "prompts" / "short.jsonl"), 2, "ar", 1)
     with pytest.raises(UsageError, match="lonely-base is not there"):
+        measure(config, task, lambda line: None, Console(quiet=True))
+
+
+def test_models_without_masks_are_not_measured(tmp_path: Path) -> None:
+    config = WorkerSettings(root=tmp_path, model=str(diffusion_gemma(tmp_path / "m")), dtype="float32", threads=1)
+    task = Task(str(ROOT / "benchmarks" / "prompts" / "short.jsonl"), 2)
+    with pytest.raises(UsageError, match="not family 'diffusion_gemma'"):
         measure(config, task, lambda line: None, Console(quiet=True))
 
 

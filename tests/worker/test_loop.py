@@ -20,6 +20,7 @@ from contract.paths import Folders
 from contract.queues import enqueuing, queue
 from contract.sampling import SamplingParams
 from contract.settings import WorkerSettings
+from tests.canvas_checkpoint import diffusion_gemma
 from tests.checkpoints import llama_block
 from worker.engine import Engine, Finished
 from worker.intake import Intake
@@ -27,13 +28,15 @@ from worker.loop import Loop
 from worker.model import Model, open_model
 from worker.outputs import Outputs
 
-SHORT = SamplingParams(max_new_tokens=12)
+SHORT = SamplingParams(max_new_tokens=12, seed=1)
 LONG = SamplingParams(max_new_tokens=200)
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return llama_block(tmp_path_factory.mktemp("models") / "tiny")
+@pytest.fixture(scope="module", params=[llama_block, diffusion_gemma], ids=lambda write: write.__name__)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model for each engine in turn."""
+    folder: Path = request.param(tmp_path_factory.mktemp("models") / "tiny")
+    return folder
 
 
 @pytest.fixture
@@ -189,7 +192,7 @@ def test_prompts_of_tokens_run_and_what_was_cut_is_told(
     ids = model.tokenizer.encode("token by token")
     queued(
         [{"prompt_token_ids": ids}, "token by token", {"prompt_token_ids": (5, 300)}, "x" * 600],
-        SamplingParams(max_new_tokens=16, truncate="middle"),
+        SamplingParams(max_new_tokens=16, truncate="middle", seed=1),
     )
     work(model)
     rows = published(folders, "b.jsonl")

@@ -18,6 +18,7 @@ from contract.paths import Folders
 from contract.sampling import SamplingParams
 from contract.settings import WorkerSettings
 from tests import checkpoints
+from tests.canvas_checkpoint import diffusion_gemma
 from worker.model import Model, model_folder, open_model
 from worker.tokenizing import Tokenizer
 
@@ -39,6 +40,7 @@ FAMILIES = [
     checkpoints.bert,
     checkpoints.mdlm,
     checkpoints.bd3lm,
+    diffusion_gemma,
 ]
 MODULES = ("configuration_trap.py", "modeling_trap.py", "tokenization_trap.py", "__init__.py", "setup.py")
 
@@ -170,6 +172,20 @@ def test_a_named_tokenizer_without_files_is_refused(tmp_path: Path) -> None:
     """transformers would make one that knows no text."""
     with pytest.raises(ModelLoadError, match="no usable tokenizer: its files are missing"):
         opened(checkpoints.dream(tmp_path, tokenizer=False))
+
+
+def test_a_model_of_random_canvases_answers_through_its_own_template(tmp_path: Path) -> None:
+    """Published in a file beside the tokenizer's."""
+    model = opened(diffusion_gemma(tmp_path, chat_template=True))
+    request = model.request("r", "Why?", SamplingParams(max_new_tokens=40))
+    assert model.tokenizer.decode(request.prompt_ids) == "user\nWhy?\nmodel\n"
+    model.engine.add(request)
+    while not (finished := model.engine.step()):
+        pass
+    assert len(model.tokenizer.decode(finished[0].token_ids)) > 0
+    facts = model.describe()
+    assert (facts["family"], facts["mask_id"], facts["context"]) == ("diffusion_gemma", None, 512)
+    assert facts["rows_at_full_context"] > 0
 
 
 def test_a_name_under_models_comes_before_a_path_and_the_hub(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,6 @@ def ensure_base(folder: Path) -> Path:
 def load_base(folder: Path, like: Loaded) -> Loaded:
     """The base in this engine, on the device and in the dtype of `like`."""
     loaded = load(ensure_base(folder), str(like.decoder.device), str(like.decoder.dtype).removeprefix("torch."))
-    if loaded.spec.attention != "causal_context":
+    if not isinstance(loaded, Loaded) or loaded.spec.attention != "causal_context":
         raise UsageError(f"{folder}: family '{loaded.spec.family}' cannot run autoregressively")
     return loaded

@@ -20,6 +20,7 @@ from worker.bench.report import show
 from worker.bench.scale import run_scale, show_scale, sizes
 from worker.bench.sweep import Sweep, draw, run_sweep, show_sweep
 from worker.bench.systems import Workload
+from worker.engine import Loaded
 from worker.model import model_folder, open_model
 
 Run = Callable[[Workload, dict[str, Any]], dict[str, Any]]
@@ -43,6 +44,8 @@ def measure(config: WorkerSettings, task: Task, say: Say, console: Console) -> d
     """Run the task, print its table, return its document. Wrong flags are refused before the model is loaded."""
     run = _chosen(config, task, say, console)
     model = open_model(config)
+    if not isinstance(model.loaded, Loaded):
+        raise UsageError(f"`worker bench` measures models that fill masks, not family '{model.loaded.spec.family}'")
     requests = strided(read_set(task.prompt_set, model), task.prompts)
     base = base_folder(model_folder(config.folders, config.model))
     workload = Workload(model.loaded, tuple(requests), config.max_rows, config.max_step_tokens, task.budget_s, base)

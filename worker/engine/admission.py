@@ -24,8 +24,8 @@ def admit(key: int, request: Request, spec: ModelSpec) -> Row:
     Raises BadPrompt: `empty_prompt`, `prompt_too_long` (naming the limit) or `bad_params`.
     """
     context = Context.of(spec, request.params.block_length or spec.block_length)
-    prompt_ids = _fitting(request, context)
-    plan = _plan(request.params, spec, context.room(len(prompt_ids)), _notes(request, len(prompt_ids), context))
+    prompt_ids = fitting(request, context)
+    plan = _plan(request.params, spec, context.room(len(prompt_ids)), notes_on(request, len(prompt_ids), context))
     return ROWS[spec.attention](key, replace(request, prompt_ids=prompt_ids), plan, spec)
 
 
@@ -61,7 +61,7 @@ class Context:
         return min(max(self.usable - answer, self.usable // 2), self.usable - self.least)
 
 
-def _fitting(request: Request, context: Context) -> tuple[int, ...]:
+def fitting(request: Request, context: Context) -> tuple[int, ...]:
     """The prompt's tokens, cut where it asks for that: at its beginning, or in its middle."""
     ids, truncate = request.prompt_ids, request.params.truncate
     if not ids:
@@ -79,8 +79,8 @@ def _fitting(request: Request, context: Context) -> tuple[int, ...]:
     return ids
 
 
-def _notes(request: Request, kept: int, context: Context) -> tuple[str, ...]:
-    notes = []
+def notes_on(request: Request, kept: int, context: Context) -> tuple[str, ...]:
+    notes: list[str] = []
     if kept < len(request.prompt_ids):
         notes.append(
             f"prompt cut from {len(request.prompt_ids)} to {kept} tokens (truncate: {request.params.truncate})"

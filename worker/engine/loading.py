@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,21 +104,22 @@ def _fetch(folder: Path, spec: ModelSpec, allow_pickles: bool, stack: ExitStack)
     """A function from our weight name to the tensor; complains at once about anything that does not fit."""
     stored = open_weights(folder, allow_pickles, stack)
     wanted = {spec.tensor_name(name): shape for name, shape in shapes(spec.decoder).items()}
-    _compare(folder, wanted, {name: one.shape for name, one in stored.items()}, spec)
+    # A tied head is sometimes stored as well; it is the embedding again.
+    spare = spec.spare_tensors | ({spec.tensor_name("head")} if spec.decoder.tied_head else set())
+    compare(folder, wanted, {name: one.shape for name, one in stored.items()}, spare)
     return lambda name: stored[spec.tensor_name(name)].read()
 
 
-def _compare(
-    folder: Path, wanted: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]], spec: ModelSpec
+def compare(
+    folder: Path, wanted: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]], spare: Set[str]
 ) -> None:
+    """Complain about every tensor that is missing, has another shape, or is neither wanted nor `spare`."""
     complaints = [f"missing {name}" for name in wanted if name not in found]
     complaints += [
         f"{name} has shape {list(found[name])}, expected {list(shape)}"
         for name, shape in wanted.items()
         if name in found and found[name] != shape
     ]
-    # A tied head is sometimes stored as well; it is the embedding again.
-    spare = spec.spare_tensors | ({spec.tensor_name("head")} if spec.decoder.tied_head else set())
     complaints += [f"unexpected {name}" for name in found if name not in wanted and name not in spare]
     if complaints:
         more = f" and {len(complaints) - 5} more" if len(complaints) > 5 else ""

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from contract.sampling import Commit, Rule
 from worker.engine.models.rope import Yarn
 
-Attention = Literal["causal_context", "block_causal", "bidirectional", "causal"]
+Attention = Literal["causal_context", "block_causal", "bidirectional", "causal", "canvas"]
 NAME = "_name_or_path"
 """The field in which the loader hands a family the checkpoint's name: some facts are published nowhere else."""
 
@@ -85,8 +85,26 @@ class DecoderConfig:
         return e.dense_layers * dense + (self.layers - e.dense_layers) * mixture
 
 
+@dataclass(frozen=True, kw_only=True)
+class TextFacts:
+    """What a family says about text, which the engine never sees.
+
+    tokenizer_class: transformers' class for checkpoints whose tokenizer names a class of their own.
+    template_values: what the chat template is given beside the messages.
+    chat_template: the family's, for checkpoints whose tokenizer has none.
+    end_of_answer: a text at which answers end, where no token of its own says so.
+    tokenizer_home: the repository whose tokenizer belongs to checkpoints that are published without one.
+    """
+
+    tokenizer_class: str | None = None
+    template_values: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    chat_template: str | None = None
+    end_of_answer: str | None = None
+    tokenizer_home: str | None = None
+
+
 @dataclass(frozen=True)
-class ModelSpec:
+class ModelSpec(TextFacts):
     """A checkpoint's family facts.
 
     attention: `causal_context` sees finished text causally and the active block in both directions;
@@ -95,11 +113,6 @@ class ModelSpec:
     grid: block-causal blocks are counted from the beginning of the `text`, or so that one begins with the `answer`;
     then the prompt's first one is short. last_block: it is `whole`, or `cut` where the answer ends (block-causal).
     commit: whether a finished block is written by a forward of its own, or by the next block's first denoise step.
-    tokenizer_class: transformers' class for checkpoints whose tokenizer names a class of their own.
-    template_values: what the chat template is given beside the messages.
-    chat_template: the family's, for checkpoints whose tokenizer has none.
-    end_of_answer: a text at which answers end, where no token of its own says so.
-    tokenizer_home: the repository whose tokenizer belongs to checkpoints that are published without one.
     tensor_name: our name of a weight (`layers.0.q`, `embed`, `head` …) to the published one.
     spare_tensors: published names that may be stored and say nothing new.
     """
@@ -117,9 +130,4 @@ class ModelSpec:
     commit: Commit = "separate"
     grid: Literal["text", "answer"] = "text"
     last_block: Literal["whole", "cut"] = "whole"
-    tokenizer_class: str | None = None
-    template_values: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    chat_template: str | None = None
-    end_of_answer: str | None = None
-    tokenizer_home: str | None = None
     spare_tensors: frozenset[str] = frozenset()

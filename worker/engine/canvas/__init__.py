@@ -1,0 +1,1 @@
+"""Models that denoise random tokens instead of masks: a canvas at a time, with an engine of their own."""

@@ -1,0 +1,39 @@
+"""Which engine a checkpoint needs: decided once, by its family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from worker.engine.canvas.engine import CanvasEngine
+from worker.engine.canvas.loading import CanvasLoaded, load_canvas
+from worker.engine.engine import Engine
+from worker.engine.loading import Loaded, read_config
+from worker.engine.loading import load as load_masked
+from worker.engine.models.registry import CANVAS_FAMILIES, architecture_of
+
+AnyLoaded = Loaded | CanvasLoaded
+AnyEngine = Engine | CanvasEngine
+
+
+def load(
+    folder: Path, device: str = "auto", dtype: str = "auto", threads: int = 0, allow_pickles: bool = False
+) -> AnyLoaded:
+    """Load the checkpoint in `folder`; `threads` of the CPU are set for the process, 0 leaves torch's choice.
+
+    Raises ModelLoadError naming what is missing, unexpected or wrongly shaped, or why the device cannot be used.
+    """
+    canvas = architecture_of(read_config(folder)) in CANVAS_FAMILIES
+    return (load_canvas if canvas else load_masked)(folder, device, dtype, threads, allow_pickles)
+
+
+def engine_of(
+    loaded: AnyLoaded,
+    max_rows: int = 32,
+    max_step_tokens: int = 2048,
+    prefix_cache_mb: int = 256,
+    exact_timing: bool = False,
+) -> AnyEngine:
+    """A fresh engine for a loaded model. Random canvases share no beginnings: `prefix_cache_mb` is nothing to them."""
+    if isinstance(loaded, CanvasLoaded):
+        return CanvasEngine(loaded.spec, loaded.decoder, max_rows, max_step_tokens, exact_timing=exact_timing)
+    return Engine(loaded.spec, loaded.decoder, max_rows, max_step_tokens, prefix_cache_mb, exact_timing=exact_timing)
