@@ -47,6 +47,13 @@ def test_fewer_rows_run_after_memory_ran_out_and_all_end_as_they_would_have(eith
     assert len(engine.runner.slots) == 0
 
 
+def test_a_row_that_begins_again_keeps_the_notes_on_its_prompt(causal: Loaded) -> None:
+    prompts = [request(n, prompt(n, 600), max_new_tokens=400, truncate="left") for n in range(2)]
+    engine, finished = on_small_device(causal, 300, prompts, prefix_cache_mb=0, max_step_tokens=400)
+    assert engine.max_rows == 1
+    assert all("prompt cut from 600 to 256 tokens" in one.plan.notes[0] for one in finished.values())
+
+
 def test_a_long_prompt_alone_is_prefilled_in_shorter_chunks(causal: Loaded) -> None:
     engine, finished = on_small_device(causal, 70, [request(0, prompt(0, 300), max_new_tokens=8)])
     assert finished[0].error is None

@@ -68,6 +68,11 @@ class Engine:
         self._next_key += 1
         return admit(self._next_key, request, self.spec)
 
+    def _again(self, row: Row) -> Row:
+        """The same row from its beginning, with the plan that it was admitted with."""
+        self._next_key += 1
+        return type(row)(self._next_key, row.request, row.plan, self.spec)
+
     @property
     def max_rows(self) -> int:
         """Rows that run together at most."""
@@ -129,7 +134,7 @@ class Engine:
             self.scheduler.max_rows = len(self.scheduler.running) // 2
             for row in reversed(self.scheduler.running[self.scheduler.max_rows :]):
                 self.remove(row.request.id)
-                self.scheduler.waiting.appendleft(self._row(row.request))
+                self.scheduler.waiting.appendleft(self._again(row))
         elif rows[0].state is State.PREFILLING and self.scheduler.max_step_tokens > SHORTEST_CHUNK:
             self.scheduler.max_step_tokens = max(SHORTEST_CHUNK, self.scheduler.max_step_tokens // 2)
         else:
