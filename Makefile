@@ -37,7 +37,7 @@ types: $(VENV)/installed
 	$(BIN)/mypy
 
 test: lint types models/demo/config.json
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal
 
 # Quick, for a look; the whole of it: make bench ROUNDS=5 BENCH="--set mixed --rows 32"
 ROUNDS ?= 2
