@@ -109,6 +109,9 @@ class WorkerSettings(Settings):
     allow_pickle_weights: bool = Field(
         False, description="read .bin weights where there are no safetensors: only of a source that you trust"
     )
+    quantize: Literal["none", "int8", "int4"] = Field(
+        "none", description="hold weights in 8 or 4 bits, by torchao: less memory, answers that differ a little"
+    )
     prompt_format: Literal["chat", "raw"] = Field(
         "chat", description="chat: a plain prompt becomes a user turn of the model's chat template; raw: as it is"
     )

@@ -102,7 +102,8 @@ def _from_hub(model: str, missing: str, files: tuple[str, ...]) -> Path:
 def open_model(settings: WorkerSettings) -> Model:
     """Load the model that the settings name. Raises ModelLoadError saying what does not fit."""
     folder = model_folder(settings.folders, settings.model, settings.allow_pickle_weights)
-    loaded = load(folder, settings.device, settings.dtype, settings.threads, settings.allow_pickle_weights)
+    how = (settings.device, settings.dtype, settings.threads, settings.allow_pickle_weights, settings.quantize)
+    loaded = load(folder, *how)
     spec = loaded.spec
     tokenizer = Tokenizer(
         folder,

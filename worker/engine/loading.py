@@ -16,6 +16,7 @@ from torch import Tensor
 from contract.errors import ModelLoadError
 from worker.engine.models.decoder import dtype_of
 from worker.engine.models.decoders import AnyDecoder, build, shapes
+from worker.engine.models.quantized import Quantize, linear_for
 from worker.engine.models.registry import model_spec
 from worker.engine.models.spec import NAME, ModelSpec
 from worker.engine.weights import open_weights
@@ -36,7 +37,12 @@ class Loaded:
 
 
 def load(
-    folder: Path, device: str = "auto", dtype: str = "auto", threads: int = 0, allow_pickles: bool = False
+    folder: Path,
+    device: str = "auto",
+    dtype: str = "auto",
+    threads: int = 0,
+    allow_pickles: bool = False,
+    quantize: Quantize = "none",
 ) -> Loaded:
     """Load the checkpoint in `folder`; `threads` of the CPU are set for the process, 0 leaves torch's choice.
 
@@ -47,9 +53,10 @@ def load(
     wanted = choose_dtype(dtype, target)
     if threads:
         torch.set_num_threads(threads)
+    linear = linear_for(quantize, target, wanted)
     with ExitStack() as stack:
         fetch = _fetch(folder, spec, allow_pickles, stack)
-        decoder = build(spec.decoder, lambda name: fetch(name).to(target, dtype_of(name, wanted)))
+        decoder = build(spec.decoder, lambda name: fetch(name).to(target, dtype_of(name, wanted)), linear)
     return Loaded(spec, decoder)
 
 

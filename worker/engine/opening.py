@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from contract.errors import ModelLoadError
 from worker.engine.canvas.engine import CanvasEngine
 from worker.engine.canvas.loading import CanvasLoaded, load_canvas
 from worker.engine.engine import Engine
 from worker.engine.loading import Loaded, read_config
 from worker.engine.loading import load as load_masked
+from worker.engine.models.quantized import Quantize
 from worker.engine.models.registry import CANVAS_FAMILIES, architecture_of
 
 AnyLoaded = Loaded | CanvasLoaded
@@ -16,14 +18,22 @@ AnyEngine = Engine | CanvasEngine
 
 
 def load(
-    folder: Path, device: str = "auto", dtype: str = "auto", threads: int = 0, allow_pickles: bool = False
+    folder: Path,
+    device: str = "auto",
+    dtype: str = "auto",
+    threads: int = 0,
+    allow_pickles: bool = False,
+    quantize: Quantize = "none",
 ) -> AnyLoaded:
     """Load the checkpoint in `folder`; `threads` of the CPU are set for the process, 0 leaves torch's choice.
 
     Raises ModelLoadError naming what is missing, unexpected or wrongly shaped, or why the device cannot be used.
     """
-    canvas = architecture_of(read_config(folder)) in CANVAS_FAMILIES
-    return (load_canvas if canvas else load_masked)(folder, device, dtype, threads, allow_pickles)
+    if architecture_of(read_config(folder)) not in CANVAS_FAMILIES:
+        return load_masked(folder, device, dtype, threads, allow_pickles, quantize)
+    if quantize != "none":
+        raise ModelLoadError("quantize is for families with Llama's kind of decoder: leave it out for this one")
+    return load_canvas(folder, device, dtype, threads, allow_pickles)
 
 
 def engine_of(

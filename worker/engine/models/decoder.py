@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from worker.engine.models.experts import MixtureOfExperts, expert_shapes
-from worker.engine.models.linear import Head, Linear
+from worker.engine.models.linear import Head, Linear, MakeLinear
 from worker.engine.models.rope import query_scale, rope_tables
 from worker.engine.models.spec import DecoderConfig
 from worker.engine.models.swiglu import SwiGLU, swiglu_shapes
@@ -46,10 +46,10 @@ class Layer:
 class Decoder:
     """Weights and forward pass. `hidden` is called under `torch.inference_mode` by the runner."""
 
-    def __init__(self, config: DecoderConfig, fetch: Fetch) -> None:
+    def __init__(self, config: DecoderConfig, fetch: Fetch, linear: MakeLinear = Linear) -> None:
         self.config = config
         self.embed = fetch("embed")  # (V, d)
-        self.layers = [_layer(config, number, fetch) for number in range(config.layers)]
+        self.layers = [_layer(config, number, fetch, linear) for number in range(config.layers)]
         self.norm = fetch("norm")  # (d,)
         self.head = Head(self.embed if config.tied_head else fetch("head"))  # (V, d)
         rope = (config.max_positions, self.dtype, self.device)
@@ -109,27 +109,27 @@ def _rotate_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((_rotate(x[..., :width], cos, sin), x[..., width:]), dim=-1)
 
 
-def _layer(config: DecoderConfig, number: int, fetch: Fetch) -> Layer:
+def _layer(config: DecoderConfig, number: int, fetch: Fetch, linear: MakeLinear) -> Layer:
     def get(part: str) -> Tensor:
         return fetch(f"layers.{number}.{part}")
 
     return Layer(
         attention_norm=get("attention_norm"),
-        qkv=Linear(
+        qkv=linear(
             get("qkv") if config.fused_qkv else torch.cat([get("q"), get("k"), get("v")]),
             torch.cat([get("q_bias"), get("k_bias"), get("v_bias")]) if config.qkv_bias else None,
         ),
         qk_norm=(get("q_norm"), get("k_norm")) if config.qk_norm else None,
-        o=Linear(get("o")),
+        o=linear(get("o")),
         mlp_norm=get("mlp_norm"),
-        mlp=_mlp(config, number, get),
+        mlp=_mlp(config, number, get, linear),
     )
 
 
-def _mlp(config: DecoderConfig, number: int, get: Fetch) -> Callable[[Tensor], Tensor]:
+def _mlp(config: DecoderConfig, number: int, get: Fetch, linear: MakeLinear) -> Callable[[Tensor], Tensor]:
     if config.experts is None or number < config.experts.dense_layers:
-        return SwiGLU(get("gate"), get("up"), get("down"))
-    return MixtureOfExperts(config.experts, get)
+        return SwiGLU(get("gate"), get("up"), get("down"), linear)
+    return MixtureOfExperts(config.experts, get, linear)
 
 
 def shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:

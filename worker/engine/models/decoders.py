@@ -9,9 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from contract.errors import ModelLoadError
 from worker.engine.models import bert_decoder, decoder, dit_decoder, modernbert_decoder
 from worker.engine.models.decoder import Attend, Fetch
-from worker.engine.models.linear import Head
+from worker.engine.models.linear import Head, Linear, MakeLinear
 from worker.engine.models.spec import DecoderConfig
 
 
@@ -35,7 +36,7 @@ class AnyDecoder(Protocol):
 class Kind:
     """A decoder's class, and the shapes of the weights that it needs."""
 
-    build: Callable[[Any, Fetch], AnyDecoder]
+    build: Callable[..., AnyDecoder]
     shapes: Callable[[Any], dict[str, tuple[int, ...]]]
 
 
@@ -47,9 +48,16 @@ KINDS: dict[type[DecoderConfig], Kind] = {
 }
 
 
-def build(config: DecoderConfig, fetch: Fetch) -> AnyDecoder:
-    """The decoder of `config`, its weights taken from `fetch`."""
-    return KINDS[type(config)].build(config, fetch)
+def build(config: DecoderConfig, fetch: Fetch, linear: MakeLinear = Linear) -> AnyDecoder:
+    """The decoder of `config`, its weights taken from `fetch`; the lean one holds them as `linear` does.
+
+    Raises ModelLoadError where another decoder is asked to do so.
+    """
+    if linear is Linear:
+        return KINDS[type(config)].build(config, fetch)
+    if type(config) is not DecoderConfig:
+        raise ModelLoadError("quantize is for families with Llama's kind of decoder: leave it out for this one")
+    return decoder.Decoder(config, fetch, linear)
 
 
 def shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from worker.engine.models.linear import Linear
+from worker.engine.models.linear import Linear, MakeLinear
 from worker.engine.models.spec import Experts
 from worker.engine.models.swiglu import SwiGLU, gated, swiglu_shapes
 
@@ -58,8 +58,8 @@ def within_best_groups(ranked: Tensor, groups: int, best: int) -> Tensor:
 class PerExpert:
     """A product with a matrix for each expert, over positions that are sorted by expert."""
 
-    def __init__(self, weights: Iterable[Tensor]) -> None:
-        self.parts = [Linear(weight) for weight in weights]
+    def __init__(self, weights: Iterable[Tensor], linear: MakeLinear) -> None:
+        self.parts = [linear(weight) for weight in weights]
 
     def __call__(self, x: Tensor, counts: list[int]) -> Tensor:
         """x (N, in), of which the first `counts[0]` go to expert 0 and so on -> (N, out)."""
@@ -70,13 +70,14 @@ class PerExpert:
 class MixtureOfExperts:
     """x (T, d) -> the weighted sum of the chosen experts, plus the expert that all share where there is one (T, d)."""
 
-    def __init__(self, config: Experts, get: Callable[[str], Tensor]) -> None:
+    def __init__(self, config: Experts, get: Callable[[str], Tensor], linear: MakeLinear = Linear) -> None:
         numbers = range(config.number)
         self.router = Router(config, get("router"), get("router_bias") if config.bias else None)
-        self.gate_up = PerExpert(torch.cat([get(f"experts.{n}.gate"), get(f"experts.{n}.up")]) for n in numbers)
-        self.down = PerExpert(get(f"experts.{n}.down") for n in numbers)
+        wide = (torch.cat([get(f"experts.{n}.gate"), get(f"experts.{n}.up")]) for n in numbers)
+        self.gate_up = PerExpert(wide, linear)
+        self.down = PerExpert((get(f"experts.{n}.down") for n in numbers), linear)
         shared = config.shared_intermediate_size
-        self.shared = SwiGLU(*(get(f"shared_{part}") for part in ("gate", "up", "down"))) if shared else None
+        self.shared = SwiGLU(*(get(f"shared_{part}") for part in ("gate", "up", "down")), linear) if shared else None
 
     def __call__(self, x: Tensor) -> Tensor:
         if not len(x):  # where nothing is predicted, no position goes through the last layer

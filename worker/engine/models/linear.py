@@ -6,6 +6,8 @@ positions costs as much as the product; so it is converted once, and the plain w
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -28,6 +30,10 @@ class Linear:
             return F.linear(x, self._plain, self.bias)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return out
+
+
+MakeLinear = Callable[..., Linear]
+"""(weight, bias or None) -> the product: in which form weights are held is chosen once, at loading."""
 
 
 class Head:

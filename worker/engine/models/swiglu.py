@@ -6,15 +6,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from worker.engine.models.linear import Linear
+from worker.engine.models.linear import Linear, MakeLinear
 
 
 class SwiGLU:
     """x (T, d) -> down(silu(gate(x)) * up(x)) (T, d); gate and up are one matrix."""
 
-    def __init__(self, gate: Tensor, up: Tensor, down: Tensor) -> None:
-        self.gate_up = Linear(torch.cat([gate, up]))  # (2 * intermediate, d)
-        self.down = Linear(down)  # (d, intermediate)
+    def __init__(self, gate: Tensor, up: Tensor, down: Tensor, linear: MakeLinear = Linear) -> None:
+        self.gate_up = linear(torch.cat([gate, up]))  # (2 * intermediate, d)
+        self.down = linear(down)  # (d, intermediate)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(gated(self.gate_up(x)))
