@@ -55,7 +55,7 @@ from rq.worker.base import WorkerStatus
 
 from contract import logs
 from contract.errors import BadPrompt, PromptError, PromptFailure, UsageError
-from contract.jobs import SCHEMA, ErrorCode, ErrorDetail, ErrorRow, PromptJob
+from contract.jobs import RETRIES, SCHEMA, ErrorCode, ErrorDetail, ErrorRow, PromptJob
 from contract.ledger import Ledger, Mark
 from contract.queues import FAILURE_TTL_S, queues
 from contract.settings import WorkerSettings
@@ -397,7 +397,10 @@ class Intake:
 
     def will_retry(self, taken: Taken, error: PromptError) -> bool:
         """Is there another attempt for this prompt? If not, write its error row and `fail` it."""
-        return isinstance(error, PromptFailure) and taken.attempt < self._settings.max_attempts
+        if not isinstance(error, PromptFailure):
+            return False
+        most = RETRIES.get(ErrorCode(error.code), 0)
+        return taken.attempt < self._settings.max_attempts and (most is None or taken.attempt <= most)
 
     def retry(self, taken: Taken, error: PromptError) -> bool:
         """Schedule another attempt after a random part of an exponentially growing delay. False: no longer ours."""

@@ -6,6 +6,7 @@ error row, a retry, or being given back. Nothing is settled with the queue befor
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -28,10 +29,11 @@ DISK_WAIT_S = 0.5
 
 @dataclass(frozen=True)
 class Running:
-    """A prompt in the engine."""
+    """A prompt in the engine; `deadline` is on the monotonic clock, in seconds."""
 
     taken: Taken
     micro_batch: MicroBatch
+    deadline: float
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ class Loop:
                 self._give_up(rejected, rejected.error, rejected.error_row(self.intake.name))
 
     def step(self) -> None:
-        """One denoise step of all rows."""
+        """One denoise step of all rows; then those that did not end in time leave."""
         ceiling = self.model.engine.max_rows
         try:
             finished = self.model.engine.step()
@@ -110,6 +112,7 @@ class Loop:
             )
         for result in finished:
             self._finish(result)
+        self._end_overdue()
 
     def settle(self) -> None:
         """Write the rows that ended, end their jobs, publish the batches that are complete."""
@@ -149,7 +152,8 @@ class Loop:
             job = taken.job
             micro_batch = self._open_micro_batch()
             micro_batch.admit(max(0.0, taken.taken_at - job.submitted_at))
-            self.running[job.job_id] = Running(taken, micro_batch)
+            deadline = time.monotonic() + (job.params.timeout_s or math.inf)
+            self.running[job.job_id] = Running(taken, micro_batch, deadline)
             try:
                 self.model.engine.add(self.model.request(job.job_id, job.asked, job.params))
             except PromptError as error:
@@ -165,6 +169,13 @@ class Loop:
         if self.log_prompts:
             self.log.info("answered", batch=running.taken.batch, index=row.index, prompt=row.prompt, output=row.output)
         self._record(running.micro_batch, result)
+
+    def _end_overdue(self) -> None:
+        now = time.monotonic()
+        for job_id, running in [item for item in self.running.items() if item[1].deadline <= now]:
+            self.model.engine.remove(job_id)
+            message = f"not answered within timeout_s = {running.taken.job.params.timeout_s:g}"
+            self._fail(self.running.pop(job_id), PromptFailure(ErrorCode.DEADLINE_EXCEEDED, message))
 
     def _fail(self, running: Running, error: PromptError) -> None:
         """Another attempt if the error and the attempts so far allow it, else an error row."""
@@ -229,7 +240,7 @@ class Loop:
             notes=list(result.plan.notes),
             usage=Usage(prompt_tokens=result.prompt_tokens, completion_tokens=len(result.token_ids)),
             model=self.model.name,
-            params=applied_params(result),
+            params=applied_params(result) | job.params.model_dump(include={"timeout_s"}, exclude_none=True),
             timing={
                 "queued_s": round(max(0.0, taken.taken_at - job.submitted_at), 3),
                 "denoise_s": round(result.seconds, 3),

@@ -228,6 +228,26 @@ def test_a_failing_step_costs_the_culprit_and_not_its_neighbours(
     assert retried == [2, 2]
 
 
+def test_a_prompt_that_is_not_answered_in_time_leaves_and_its_neighbours_go_on(
+    model: Model, queued: Callable[..., str], work: Callable[..., None], folders: Folders
+) -> None:
+    queued(["first", "third"], LONG, batch="without")
+    work(model)
+    late = {"prompt": "second", "params": SamplingParams(max_new_tokens=200, timeout_s=1e-6)}
+    patient = {"prompt": "third", "params": SamplingParams(max_new_tokens=200, timeout_s=600)}
+    queued(["first", late, patient], LONG)
+    with structlog.testing.capture_logs() as events:
+        work(model)
+    (error,) = published(folders, "b.errors.jsonl")
+    assert (error["error"]["code"], error["error"]["attempts"]) == ("deadline_exceeded", 1)
+    assert error["error"]["message"] == "not answered within timeout_s = 1e-06"
+    assert not [event for event in events if "retried" in event["event"]]
+    rows, without = published(folders, "b.jsonl"), published(folders, "without.jsonl")
+    assert [row["output"] for row in rows] == [row["output"] for row in without]
+    assert ["timeout_s" in row["params"] for row in rows] == [False, True]
+    assert model.engine.active() == []
+
+
 def test_a_full_disk_stops_the_taking_and_loses_nothing(
     model: Model,
     queued: Callable[..., str],
