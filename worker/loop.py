@@ -21,6 +21,8 @@ from worker.engine import Finished
 from worker.intake import Intake, Rejected, Taken
 from worker.model import Model, applied_params
 from worker.outputs import Outputs
+from worker.progress import Progress
+from worker.restarts import poisons
 from worker.throughput import MicroBatch
 
 IDLE_WAIT_S = 0.5
@@ -55,6 +57,7 @@ class Loop:
     grace_s: float
     log: structlog.stdlib.BoundLogger
     log_prompts: bool = False
+    progress: Progress = field(default_factory=Progress)
     running: dict[str, Running] = field(default_factory=dict)
     apart: deque[list[Taken]] = field(default_factory=deque)
     """Groups of a failed step, each to run without the others until the culprit is alone."""
@@ -102,8 +105,12 @@ class Loop:
         """One denoise step of all rows; then those that did not end in time leave."""
         ceiling = self.model.engine.max_rows
         try:
-            finished = self.model.engine.step()
-        except Exception as error:  # noqa: BLE001 - whatever a step runs into, the worker goes on with the other rows
+            with self.progress.step(len(self.running)):
+                finished = self.model.engine.step()
+        except Exception as error:  # whatever a step runs into, the other rows go on: here, or in a new process
+            if poisons(error):
+                self._spare()
+                raise
             self._part(error)
             return
         if self.model.engine.max_rows < ceiling:
@@ -124,7 +131,8 @@ class Loop:
             self.log.error("outputs cannot be written; no more prompts are taken until they can", reason=str(error))
             return
         settled, self.unwritten = self.unwritten, []
-        self.intake.finish([ended.taken for ended in settled if isinstance(ended.taken, Taken) and not ended.error])
+        answered = [ended.taken for ended in settled if isinstance(ended.taken, Taken) and not ended.error]
+        self.progress.finished += self.intake.finish(answered)
         for ended in settled:
             if ended.error:
                 self.intake.fail(ended.taken, ended.error)
@@ -220,6 +228,12 @@ class Loop:
             self._record(running.micro_batch, None)
         half = len(rows) // 2
         self.apart.extendleft([[running.taken for running in part] for part in (rows[half:], rows[:half])])
+
+    def _spare(self) -> None:
+        """This process has lost its device. Rows that ended, or were not in the step, must not be charged with it."""
+        self.settle()
+        self.intake.give_back([row for group in self.apart for row in group])
+        self.apart.clear()
 
     def _drop_lost(self) -> None:
         """Rows that somebody else has by now would only be dropped at the end."""
