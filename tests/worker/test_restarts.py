@@ -137,6 +137,17 @@ def test_what_was_handed_over_is_not_handed_on(monkeypatch: pytest.MonkeyPatch) 
     assert PREDECESSOR not in os.environ
 
 
+def test_no_descriptor_but_the_supervisors_line_reaches_the_new_program(anew: list[str], tmp_path: Path) -> None:
+    """One of the device's, kept open, would keep the memory that the old program held there."""
+    with (tmp_path / "device").open("w") as device, (tmp_path / "line").open("w") as line:
+        for file in (device, line):
+            os.set_inheritable(file.fileno(), True)
+        with pytest.raises(SystemExit):
+            fall_ill(entered(line=line.fileno()))
+        assert not os.get_inheritable(device.fileno())
+        assert os.get_inheritable(line.fileno())
+
+
 # In processes of their own
 
 
