@@ -263,11 +263,14 @@ def test_poison_is_raised_with_the_rows_given_back_and_only_those_of_the_step_ch
 def test_a_prompt_that_is_not_answered_in_time_leaves_and_its_neighbours_go_on(
     model: Model, queued: Callable[..., str], work: Callable[..., None], folders: Folders
 ) -> None:
-    queued(["first", "third"], LONG, batch="without")
+    seeded = LONG.model_copy(update={"seed": 3})
+    queued(["first", "third"], seeded, batch="without")
     work(model)
-    late = {"prompt": "second", "params": SamplingParams(max_new_tokens=200, timeout_s=1e-6)}
-    patient = {"prompt": "third", "params": SamplingParams(max_new_tokens=200, timeout_s=600)}
-    queued(["first", late, patient], LONG)
+    late, patient = (
+        {"prompt": prompt, "params": seeded.model_copy(update={"timeout_s": timeout_s})}
+        for prompt, timeout_s in (("second", 1e-6), ("third", 600.0))
+    )
+    queued(["first", late, patient], seeded)
     with structlog.testing.capture_logs() as events:
         work(model)
     (error,) = published(folders, "b.errors.jsonl")
