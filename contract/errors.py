@@ -7,7 +7,7 @@ DllmError                  anything we raise on purpose; the command line prints
 ├── ServerError            Redis is not there, or must not be used as it is configured
 └── PromptError            one prompt cannot be answered; carries a stable code of `contract.jobs`
     ├── BadPrompt          the input is at fault: never retried
-    └── PromptFailure      the model or the machine is at fault: retried up to `max_attempts`
+    └── PromptFailure      the model, the machine or the time is at fault: retried as `RETRIES` says for its code
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class BadPrompt(PromptError):
 
 
 class PromptFailure(PromptError):
-    """The model or the machine failed; another attempt may succeed."""
+    """The prompt could have been answered, and was not; `contract.jobs.RETRIES` tells whether it is tried again."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

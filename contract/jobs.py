@@ -32,6 +32,7 @@ class ErrorCode(StrEnum):
     PROMPT_TOO_LONG = "prompt_too_long"
     UNKNOWN_MODEL = "unknown_model"
     OUT_OF_MEMORY = "out_of_memory"
+    DEADLINE_EXCEEDED = "deadline_exceeded"
     MODEL_ERROR = "model_error"
     WORKER_CRASHED = "worker_crashed"
 
@@ -46,10 +47,18 @@ REMEDIES: dict[ErrorCode, str] = {
     ErrorCode.PROMPT_TOO_LONG: "shorten the prompt to the limit named in the message, or set truncate",
     ErrorCode.UNKNOWN_MODEL: "remove the row's 'model' or submit the file with --model set to it",
     ErrorCode.OUT_OF_MEMORY: "lower max_new_tokens, shorten the prompt, or use a larger device",
+    ErrorCode.DEADLINE_EXCEEDED: "raise timeout_s, lower max_new_tokens, or let fewer prompts run together",
     ErrorCode.MODEL_ERROR: "read the exception in the worker's log, then `producer retry`",
     ErrorCode.WORKER_CRASHED: "this prompt was running at each of several worker crashes: read the logs, "
     "then `producer retry`",
 }
+
+RETRIES: dict[ErrorCode, int | None] = {ErrorCode.MODEL_ERROR: None, ErrorCode.OUT_OF_MEMORY: 1}
+"""How often a worker tries a failed prompt again by itself; None: up to `max_attempts`. Other codes: never.
+
+Memory may suffice on another device, or when another process has given its own back; but each time it does not, a
+worker goes on with fewer rows.
+"""
 
 
 class Message(BaseModel):

@@ -50,6 +50,7 @@ class SamplingParams(BaseModel):
     top_k: Annotated[int, Field(ge=0)] = 0
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     truncate: Truncate | None = None
+    timeout_s: Annotated[float, Field(gt=0.0)] | None = None
 
     @model_validator(mode="before")
     @classmethod

@@ -130,6 +130,12 @@ class WorkerSettings(Settings):
     grace_s: Annotated[float, Field(ge=0)] = Field(
         20.0, description="seconds to finish running prompts after SIGTERM; the rest is given back"
     )
+    step_timeout_s: Seconds = Field(
+        300.0, description="a denoise step that takes longer hangs: the worker's process ends and begins anew"
+    )
+    max_restarts: Count = Field(
+        5, description="new beginnings in a row without a finished prompt, after which a worker gives up"
+    )
     name: str | None = Field(None, description="worker name; default: host and process id")
 
 

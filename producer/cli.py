@@ -103,6 +103,7 @@ def submit_command(
     temperature: Annotated[float | None, typer.Option(help="Sampling temperature, 0 for none")] = None,
     top_p: Annotated[float | None, typer.Option(help="Nucleus sampling")] = None,
     top_k: Annotated[int | None, typer.Option(help="Sample among the k most likely tokens, 0 for all")] = None,
+    timeout_s: Annotated[float | None, typer.Option(help="Seconds in which a started prompt must be answered")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed; the same one gives the same text")] = None,
     truncate: Annotated[str | None, typer.Option(help="left or middle: where too long a prompt is cut")] = None,
     root: Root = None,
@@ -129,6 +130,7 @@ def submit_command(
         "top_k": top_k,
         "seed": seed,
         "truncate": truncate,
+        "timeout_s": timeout_s,
     }
     with _errors(debug), Stop() as stop:
         _check_inputs(files, name, priority)

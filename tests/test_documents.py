@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import yaml
 
-from contract.jobs import REMEDIES
+from contract.jobs import REMEDIES, RETRIES, ErrorCode
 from contract.sampling import SamplingParams
 from contract.settings import ProducerSettings, Settings, WorkerSettings
 from worker.engine.models.registry import CANVAS_FAMILIES, FAMILIES
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+OPERATIONS = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
 
 
 def shown(default: Any) -> str:
@@ -33,6 +34,12 @@ def test_the_readme_lists_every_setting_with_its_default(kind: type[Settings]) -
 def test_the_readme_lists_every_error_code_with_its_remedy() -> None:
     for code, remedy in REMEDIES.items():
         assert f"| `{code}` | {remedy} |" in README
+
+
+def test_the_operations_guide_says_for_every_error_code_how_often_it_is_tried_again() -> None:
+    words = {None: "up to `max_attempts`", 0: "never", 1: "once"}
+    for code in ErrorCode:
+        assert f"| `{code}` | {words[RETRIES.get(code, 0)]} |" in OPERATIONS
 
 
 def test_the_readme_lists_every_sampling_parameter() -> None:

@@ -19,6 +19,8 @@ from contract import logs, settings
 from contract.errors import DllmError, UsageError
 from contract.sampling import Rule, parse_params
 from contract.settings import WorkerSettings
+from worker.progress import Progress
+from worker.restarts import Restarts
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 err = Console(stderr=True)
@@ -80,7 +82,22 @@ def _supervise(places: list[str], config: WorkerSettings, burst: bool, flags: di
 
 
 def _work(config: WorkerSettings, burst: bool, supervisor: int | None) -> None:
-    """Be the worker of one device."""
+    """Be the worker of one device, again and again if the device demands it."""
+    from worker.intake import worker_name
+
+    worker = worker_name(config)
+    logs.set_up(config.folders.create().logs, f"worker-{worker}", config.log_level, config.log_max_mb)
+    log = logs.get(worker=worker)
+    progress = Progress()
+    with Restarts(config.max_restarts, progress, log, supervisor) as restarts:
+        _denoise(config, burst, supervisor, progress, restarts)
+    log.info("worker_stopped")
+
+
+def _denoise(
+    config: WorkerSettings, burst: bool, supervisor: int | None, progress: Progress, restarts: Restarts
+) -> None:
+    """Load the model and work until told to stop."""
     # Imported here: torch and transformers take seconds, and `worker --help` should not.
     from contract.ledger import Ledger
     from contract.server import open_redis
@@ -89,22 +106,33 @@ def _work(config: WorkerSettings, burst: bool, supervisor: int | None) -> None:
     from worker.model import open_model
     from worker.outputs import Outputs
     from worker.supervisor import report
+    from worker.watchdog import Watchdog
 
-    worker = worker_name(config)
-    logs.set_up(config.folders.create().logs, f"worker-{worker}", config.log_level, config.log_max_mb)
-    log = logs.get(worker=worker)
+    log = logs.get(worker=worker_name(config))
     redis = open_redis(config)
     ledger = Ledger(redis)
     started = time.perf_counter()
     opened = open_model(config)
     log.info("model_loaded", seconds=round(time.perf_counter() - started, 2), **opened.describe())
-    with Outputs(config.folders, ledger, worker) as outputs, Intake(redis, ledger, config) as intake:
-        loop = Loop(intake, opened, outputs, config.grace_s, log, config.log_prompts)
-        with _signals(loop.stop):
+
+    def vitals() -> dict[str, int]:
+        return {"step": progress.steps, "rows": progress.rows, "peak_memory_mb": opened.peak_memory_mb()}
+
+    with (
+        Intake(redis, ledger, config, vitals, restarts.predecessor) as intake,
+        Outputs(config.folders, ledger, intake.name) as outputs,
+        Watchdog(progress, config.step_timeout_s, intake.evidence.ended, restarts.again, log),
+    ):
+        loop = Loop(intake, opened, outputs, config.grace_s, log, config.log_prompts, progress)
+
+        def stop() -> None:
+            restarts.stop()
+            loop.stop()
+
+        with _signals(stop):
             if supervisor is not None:
-                report(supervisor, loop.stop)
+                report(supervisor, stop)
             loop.run(burst)
-    log.info("worker_stopped")
 
 
 @contextmanager

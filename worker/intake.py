@@ -55,12 +55,14 @@ from rq.worker.base import WorkerStatus
 
 from contract import logs
 from contract.errors import BadPrompt, PromptError, PromptFailure, UsageError
-from contract.jobs import SCHEMA, ErrorCode, ErrorDetail, ErrorRow, PromptJob
+from contract.jobs import RETRIES, SCHEMA, ErrorCode, ErrorDetail, ErrorRow, PromptJob
 from contract.ledger import Ledger, Mark
 from contract.queues import FAILURE_TTL_S, queues
 from contract.settings import WorkerSettings
+from worker.evidence import Evidence, Vitals
 from worker.lanes import Lane
 from worker.reconciler import Reconciler
+from worker.restarts import first_line
 from worker.scripts import FAIL, FINISH, GIVE_BACK, RENEW, RETRY, START, TAKE
 
 QUARANTINE = 3
@@ -143,15 +145,26 @@ class Intake:
 
     `take`, `finish`, `retry`, `fail` and `give_back` are for one thread, the loop's. While the server is away they do
     not raise: nothing is taken, and what ended is kept and recorded when the server is back.
+
+    `vitals` and `predecessor` are for the evidence: how this process stands, and how the one before it ended.
     """
 
-    def __init__(self, redis: Redis, ledger: Ledger, settings: WorkerSettings) -> None:
+    def __init__(
+        self,
+        redis: Redis,
+        ledger: Ledger,
+        settings: WorkerSettings,
+        vitals: Vitals = dict,
+        predecessor: str | None = None,
+    ) -> None:
         self.name = worker_name(settings)
         self._redis = redis
         self._ledger = ledger
         self._settings = settings
         self._log = logs.get(worker=self.name)
         self.reconciler = Reconciler(redis, ledger, settings, self.name)
+        self.evidence = Evidence(redis, self.name, utcformat(now()), vitals, QUARANTINE)
+        self._predecessor = predecessor
         self._queues = queues(redis, settings.queue_model)
         self._lanes = [Lane.of(queue) for queue in self._queues]
         self._worker = BaseWorker(
@@ -175,6 +188,7 @@ class Intake:
 
     def __enter__(self) -> Intake:
         self._claim_name()
+        self.evidence.begin(self._predecessor)
         self._beat()
         for name, action, interval in (
             ("heartbeat", self._beat, self._settings.lease_s / 3),
@@ -189,11 +203,14 @@ class Intake:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Leave in order. What is still held goes back; after an error its start stays counted against it."""
+        crashed = isinstance(error, Exception)
         self._stopping.set()
         for thread in self._threads:
             thread.join(timeout=self._settings.lease_s)
+        with contextlib.suppress(RedisError):
+            self.evidence.ended(first_line(error)) if error and crashed else self.evidence.left()
         self._flush()
-        self._put_back(self._all_held(), started_counts=error is not None and isinstance(error, Exception))
+        self._put_back(self._all_held(), started_counts=crashed)
         with contextlib.suppress(RedisError):
             self._worker.register_death()
 
@@ -321,6 +338,7 @@ class Intake:
                 raise
             self._log.warning("Redis is away; nothing taken", reason=str(error))
             return []
+        self._note_crashes(found)
         rows, over = [], []
         for lane, job_id, execution_id, record, done, failed, starts in found:
             lease = self._lease(self._lanes[lane - 1], job_id.decode(errors="replace"), execution_id.decode())
@@ -335,6 +353,15 @@ class Intake:
             if isinstance(row, Rejected):
                 self._refuse(row)
         return [row for row in rows if isinstance(row, Taken)]
+
+    def _note_crashes(self, found: Sequence[Sequence[Any]]) -> None:
+        """The last start of a row that comes back from a crash was by the worker that its job names still."""
+        for _, job_id, _, record, _, _, starts in found:
+            ours = OUR_JOB.fullmatch(job_id.decode(errors="replace"))
+            last = dict(zip(record[::2], record[1::2], strict=True)) if record else {}
+            if starts > 1 and ours and last.keys() >= {b"worker_name", b"started_at"}:
+                told = (last[name].decode(errors="replace") for name in (b"worker_name", b"started_at"))
+                self.evidence.note(ours[1], int(ours[2]), starts - 1, *told)
 
     def _lease(self, lane: Lane, job_id: str, execution_id: str) -> Lease:
         execution = Execution(execution_id, job_id, self._redis, self.name)
@@ -362,9 +389,7 @@ class Intake:
             payload = dict(job.args[0])
             prompt = _validated(payload, lease.job_id)
             if starts > QUARANTINE:
-                raise PromptFailure(
-                    ErrorCode.WORKER_CRASHED, f"a worker crashed while this prompt ran, {starts - 1} times"
-                )
+                raise self._crashed(prompt, starts - 1)
             return Taken(prompt, attempts + 1, starts - 1, time.time(), lease)
         except PromptError as error:
             reason = error
@@ -373,6 +398,11 @@ class Intake:
         ours = OUR_JOB.fullmatch(lease.job_id)
         batch, index = (ours[1], int(ours[2])) if ours else ("", 0)
         return Rejected(batch, index, reason, attempts, lease, payload)
+
+    def _crashed(self, prompt: PromptJob, times: int) -> PromptFailure:
+        known = self.evidence.of(prompt.batch, prompt.index)
+        message = f"a worker crashed while this prompt ran, {times} times"
+        return PromptFailure(ErrorCode.WORKER_CRASHED, f"{message}: {known}" if known else message)
 
     def _refuse(self, row: Rejected) -> None:
         self._log.error("job rejected", job=row.lease.job_id, batch=row.batch, index=row.index, reason=str(row.error))
@@ -391,13 +421,17 @@ class Intake:
 
         def commands(pipe: Pipeline, row: Held) -> None:
             self._ledger.mark(pipe, row.batch, row.index, Mark.DONE, (row.lease.lane.started, row.lease.member))
+            self._forget_crashes(pipe, row)
             self._release(pipe, row, self._finish_script)
 
         return self._end(taken, commands)
 
     def will_retry(self, taken: Taken, error: PromptError) -> bool:
         """Is there another attempt for this prompt? If not, write its error row and `fail` it."""
-        return isinstance(error, PromptFailure) and taken.attempt < self._settings.max_attempts
+        if not isinstance(error, PromptFailure):
+            return False
+        most = RETRIES.get(ErrorCode(error.code), 0)
+        return taken.attempt < self._settings.max_attempts and (most is None or taken.attempt <= most)
 
     def retry(self, taken: Taken, error: PromptError) -> bool:
         """Schedule another attempt after a random part of an exponentially growing delay. False: no longer ours."""
@@ -414,6 +448,7 @@ class Intake:
         )
 
         def commands(pipe: Pipeline, row: Held) -> None:
+            self._forget_crashes(pipe, row)
             self._release(pipe, row, self._retry_script, row.lease.lane.scheduled, delay, JobStatus.SCHEDULED, meta)
 
         return self._end([taken], commands) == 1
@@ -429,6 +464,7 @@ class Intake:
         def commands(pipe: Pipeline, held: Held) -> None:
             lease = held.lease
             self._ledger.mark(pipe, held.batch, held.index, Mark.FAILED, (lease.lane.started, lease.member))
+            self._forget_crashes(pipe, held)
             self._register_failure(pipe, held, reason)
 
         return self._end([row], commands) == 1
@@ -447,6 +483,10 @@ class Intake:
 
         backwards = sorted(rows, key=lambda row: row.lease.order, reverse=True)  # each is put before the last
         return self._end(backwards, commands)
+
+    def _forget_crashes(self, pipe: Pipeline, row: Held) -> None:
+        if isinstance(row, Rejected) or row.suspect:
+            self.evidence.forget(pipe, row.batch, row.index)
 
     def _register_failure(self, pipe: Pipeline, row: Held, error: PromptError) -> None:
         text = zlib.compress(f"{error.code}: {error}".encode("utf-8", errors="backslashreplace"))
@@ -534,13 +574,14 @@ class Intake:
                 self._held.pop(row.lease.execution_id, None)
 
     def _beat(self) -> None:
-        """Renew the worker's key and every lease; rows that somebody else has by now are let go."""
+        """Renew the worker's key and every lease, and say how we stand; rows that somebody else has are let go."""
         if not self._redis.exists(self._worker.key):
             self._worker.register_birth()  # it expired while we or the server stood still
         rows = self._all_held()
         with self._redis.pipeline(transaction=False) as pipe:
             self._worker.set_state(WorkerStatus.BUSY if rows else WorkerStatus.IDLE, pipeline=pipe)
             self._worker.heartbeat(timeout=math.ceil(self._settings.lease_s) + 1, pipeline=pipe)
+            self.evidence.beat(pipe)
             keys = [key for row in rows for key in (row.lease.lane.started, row.lease.execution, row.lease.executions)]
             members = [word for row in rows for word in (row.lease.member, row.lease.execution_id)]
             self._renew_script(keys=keys, args=[self._settings.lease_s, *members], client=pipe)

@@ -6,6 +6,7 @@ error row, a retry, or being given back. Nothing is settled with the queue befor
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -20,6 +21,8 @@ from worker.engine import Finished
 from worker.intake import Intake, Rejected, Taken
 from worker.model import Model, applied_params
 from worker.outputs import Outputs
+from worker.progress import Progress
+from worker.restarts import poisons
 from worker.throughput import MicroBatch
 
 IDLE_WAIT_S = 0.5
@@ -28,10 +31,11 @@ DISK_WAIT_S = 0.5
 
 @dataclass(frozen=True)
 class Running:
-    """A prompt in the engine."""
+    """A prompt in the engine; `deadline` is on the monotonic clock, in seconds."""
 
     taken: Taken
     micro_batch: MicroBatch
+    deadline: float
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class Loop:
     grace_s: float
     log: structlog.stdlib.BoundLogger
     log_prompts: bool = False
+    progress: Progress = field(default_factory=Progress)
     running: dict[str, Running] = field(default_factory=dict)
     apart: deque[list[Taken]] = field(default_factory=deque)
     """Groups of a failed step, each to run without the others until the culprit is alone."""
@@ -97,11 +102,15 @@ class Loop:
                 self._give_up(rejected, rejected.error, rejected.error_row(self.intake.name))
 
     def step(self) -> None:
-        """One denoise step of all rows."""
+        """One denoise step of all rows; then those that did not end in time leave."""
         ceiling = self.model.engine.max_rows
         try:
-            finished = self.model.engine.step()
-        except Exception as error:  # noqa: BLE001 - whatever a step runs into, the worker goes on with the other rows
+            with self.progress.step(len(self.running)):
+                finished = self.model.engine.step()
+        except Exception as error:  # whatever a step runs into, the other rows go on: here, or in a new process
+            if poisons(error):
+                self._spare()
+                raise
             self._part(error)
             return
         if self.model.engine.max_rows < ceiling:
@@ -110,6 +119,7 @@ class Loop:
             )
         for result in finished:
             self._finish(result)
+        self._end_overdue()
 
     def settle(self) -> None:
         """Write the rows that ended, end their jobs, publish the batches that are complete."""
@@ -121,7 +131,8 @@ class Loop:
             self.log.error("outputs cannot be written; no more prompts are taken until they can", reason=str(error))
             return
         settled, self.unwritten = self.unwritten, []
-        self.intake.finish([ended.taken for ended in settled if isinstance(ended.taken, Taken) and not ended.error])
+        answered = [ended.taken for ended in settled if isinstance(ended.taken, Taken) and not ended.error]
+        self.progress.finished += self.intake.finish(answered)
         for ended in settled:
             if ended.error:
                 self.intake.fail(ended.taken, ended.error)
@@ -149,7 +160,8 @@ class Loop:
             job = taken.job
             micro_batch = self._open_micro_batch()
             micro_batch.admit(max(0.0, taken.taken_at - job.submitted_at))
-            self.running[job.job_id] = Running(taken, micro_batch)
+            deadline = time.monotonic() + (job.params.timeout_s or math.inf)
+            self.running[job.job_id] = Running(taken, micro_batch, deadline)
             try:
                 self.model.engine.add(self.model.request(job.job_id, job.asked, job.params))
             except PromptError as error:
@@ -165,6 +177,13 @@ class Loop:
         if self.log_prompts:
             self.log.info("answered", batch=running.taken.batch, index=row.index, prompt=row.prompt, output=row.output)
         self._record(running.micro_batch, result)
+
+    def _end_overdue(self) -> None:
+        now = time.monotonic()
+        for job_id, running in [item for item in self.running.items() if item[1].deadline <= now]:
+            self.model.engine.remove(job_id)
+            message = f"not answered within timeout_s = {running.taken.job.params.timeout_s:g}"
+            self._fail(self.running.pop(job_id), PromptFailure(ErrorCode.DEADLINE_EXCEEDED, message))
 
     def _fail(self, running: Running, error: PromptError) -> None:
         """Another attempt if the error and the attempts so far allow it, else an error row."""
@@ -210,6 +229,12 @@ class Loop:
         half = len(rows) // 2
         self.apart.extendleft([[running.taken for running in part] for part in (rows[half:], rows[:half])])
 
+    def _spare(self) -> None:
+        """This process has lost its device. Rows that ended, or were not in the step, must not be charged with it."""
+        self.settle()
+        self.intake.give_back([row for group in self.apart for row in group])
+        self.apart.clear()
+
     def _drop_lost(self) -> None:
         """Rows that somebody else has by now would only be dropped at the end."""
         for taken in self.intake.lost():
@@ -229,7 +254,7 @@ class Loop:
             notes=list(result.plan.notes),
             usage=Usage(prompt_tokens=result.prompt_tokens, completion_tokens=len(result.token_ids)),
             model=self.model.name,
-            params=applied_params(result),
+            params=applied_params(result) | job.params.model_dump(include={"timeout_s"}, exclude_none=True),
             timing={
                 "queued_s": round(max(0.0, taken.taken_at - job.submitted_at), 3),
                 "denoise_s": round(result.seconds, 3),

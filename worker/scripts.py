@@ -234,16 +234,17 @@ return 1
 """
 )
 
-# target: waiting list. ARGV[5] 1 when the start is to be taken back.
+# target: waiting list. ARGV[5] 1 when the start is to be taken back; else the job goes on naming the worker of it.
 GIVE_BACK = (
     RELEASE
     + """
 if not release() then return 0 end
-if ARGV[5] == '1' and redis.call('HINCRBY', starts, ARGV[3], -1) <= 0 then redis.call('HDEL', starts, ARGV[3]) end
+local uncounted = ARGV[5] == '1'
+if uncounted and redis.call('HINCRBY', starts, ARGV[3], -1) <= 0 then redis.call('HDEL', starts, ARGV[3]) end
 if over() then return 1 end
 if exists() then
   redis.pcall('HSET', job, 'status', 'queued')
-  redis.pcall('HDEL', job, 'started_at', 'worker_name')
+  if uncounted then redis.pcall('HDEL', job, 'started_at', 'worker_name') end
 end
 redis.call('LPUSH', target, id)
 return 1

@@ -22,11 +22,10 @@ from typing import Any
 import structlog
 
 from contract.settings import PREFIX
+from worker.restarts import FIRST_PAUSE_S, GAVE_UP, LONGEST_PAUSE_S, PREDECESSOR, how_ended
 
 FAILED_STARTS = 5
 """So many failed starts of one child in a row, and the supervisor gives up."""
-FIRST_PAUSE_S = 1.0
-LONGEST_PAUSE_S = 60.0
 STEADY_S = 60.0
 """A child that lived this long is restarted after the first pause again."""
 POLL_S = 0.1
@@ -48,17 +47,20 @@ class Child:
     due: float = 0.0
     failed_starts: int = 0
     quick_ends: int = 0
+    last_end: str = ""
+    """How the last process that had begun to work ended; told to the next one."""
     code: int = 0
     """How the last process ended; one that was told to stop before it worked did as it was told."""
     ended: bool = False
 
     def start(self, command: Command, environment: dict[str, str]) -> None:
         ours, theirs = socket.socketpair()
+        told = {PREDECESSOR: self.last_end} if self.last_end else {}
         with theirs:
             self.process = subprocess.Popen(
                 command(self.device, self.name, theirs.fileno()),
                 stdin=subprocess.DEVNULL,
-                env=environment,
+                env=environment | told,
                 pass_fds=[theirs.fileno()],
                 # Ctrl-C goes to a terminal's whole group: together with what we pass on, the child would count two.
                 process_group=0,
@@ -135,7 +137,8 @@ class Supervisor:
     def _ended(self, child: Child, code: int) -> None:
         lived = time.monotonic() - child.started_at
         worked = child.bury()
-        stopped_while_starting = bool(self._passed_on) and not worked and code == -signal.SIGTERM
+        # One that works handles the signal. It may have worked before, and have begun anew since.
+        stopped_while_starting = bool(self._passed_on) and code == -signal.SIGTERM
         child.code = 0 if stopped_while_starting else code
         child.ended = child.code == 0 or bool(self._passed_on)
         if child.code == 0:
@@ -143,10 +146,11 @@ class Supervisor:
         self.log.error("worker died", child=child.name, device=child.device, code=code, after_s=round(lived, 1))
         if child.ended:
             return
+        child.last_end = how_ended(code) if worked else ""
         child.failed_starts = 0 if worked else child.failed_starts + 1
         child.quick_ends = 0 if lived >= STEADY_S else child.quick_ends + 1
         # Wrong usage stays wrong however often it is tried.
-        if child.failed_starts >= FAILED_STARTS or (code == WRONG_USAGE and not worked):
+        if code == GAVE_UP or child.failed_starts >= FAILED_STARTS or (code == WRONG_USAGE and not worked):
             self._give_up(child, code)
         else:
             pause = min(LONGEST_PAUSE_S, self.first_pause_s * 2 ** max(0, child.quick_ends - 1))
@@ -154,7 +158,7 @@ class Supervisor:
 
     def _give_up(self, child: Child, code: int) -> None:
         self.log.critical(
-            "giving up: a worker cannot be started, all are stopped; its log says why",
+            "giving up: a worker cannot be started or kept alive, all are stopped; its log says why",
             child=child.name,
             device=child.device,
             failed_starts=child.failed_starts,

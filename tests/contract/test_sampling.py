@@ -140,6 +140,13 @@ def test_the_rule_is_the_named_one_else_that_of_the_steps_else_the_models() -> N
     assert SamplingParams().resolved_rule("threshold") == "threshold"
 
 
+@pytest.mark.parametrize("wrong", [0, -1, "soon", True, float("inf")])
+def test_a_deadline_is_a_positive_number_of_seconds(wrong: object) -> None:
+    assert parse_params({"timeout_s": 2.5}).timeout_s == 2.5
+    assert parse_params({}, SamplingParams(timeout_s=60)).timeout_s == 60
+    assert "timeout_s" in fault({"timeout_s": wrong})
+
+
 def test_parameters_are_frozen() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         SamplingParams().seed = 1  # type: ignore[misc]

@@ -160,6 +160,8 @@ def test_one_command_keeps_a_worker_alive_on_each_device(system: System, wait_un
     assert record is not None
     assert (record.counts.done, record.counts.failed) == (150, 0)
     wait_until(lambda: pid("box-0") not in (0, killed) and len(states()) == 2, START_S)
+    lives = [json.loads(life) for life in cast("list[bytes]", ledger.redis.hvals("dllm:lives:box-0"))]
+    assert [life["how"] for life in lives if "how" in life] == ["signal 9 (SIGKILL)"]
     supervisor.send_signal(signal.SIGTERM)
     assert supervisor.wait(timeout=30) == 0
     assert states() == {}

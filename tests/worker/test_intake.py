@@ -22,7 +22,7 @@ from rq.registry import FailedJobRegistry, ScheduledJobRegistry, StartedJobRegis
 from rq.serializers import JSONSerializer
 
 from contract.errors import BadPrompt, PromptFailure, UsageError
-from contract.jobs import ErrorCode
+from contract.jobs import RETRIES, ErrorCode
 from contract.ledger import BatchState, Counts, Ledger, Mark
 from contract.paths import Folders
 from contract.queues import queue, workers
@@ -267,6 +267,21 @@ def test_only_failures_with_attempts_left_are_retried(submit: Callable[..., str]
     one.retry(row, FAILURE)
     (row,) = one.take(1, wait_s=20)
     assert not one.will_retry(row, FAILURE)
+
+
+@pytest.mark.parametrize("code", ErrorCode)
+def test_how_often_a_failure_is_tried_again_depends_on_its_code(
+    submit: Callable[..., str], quiet: Any, code: ErrorCode
+) -> None:
+    submit(1)
+    one = quiet(max_attempts=3)
+    for earlier in range(RETRIES.get(code, 0) or 2 if code in RETRIES else 0):
+        (row,) = one.take(1, wait_s=20)
+        assert row.attempt == earlier + 1
+        assert one.will_retry(row, PromptFailure(code, "it failed"))
+        one.retry(row, PromptFailure(code, "it failed"))
+    (row,) = one.take(1, wait_s=20)
+    assert not one.will_retry(row, PromptFailure(code, "it failed"))
 
 
 def test_a_failed_row_is_marked_and_its_job_kept_among_the_failed(

@@ -111,9 +111,10 @@ def published(folders: Folders, name: str) -> list[dict[str, Any]]:
 class Faulty:
     """An engine whose steps fail while a certain row is in it."""
 
-    def __init__(self, engine: Engine, culprit: str) -> None:
+    def __init__(self, engine: Engine, culprit: str, message: str = "shapes do not match") -> None:
         self._engine = engine
         self._culprit = culprit
+        self._message = message
         self.failed_steps = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -122,7 +123,7 @@ class Faulty:
     def step(self) -> list[Finished]:
         if self._culprit in self._engine.active():
             self.failed_steps += 1
-            raise RuntimeError("shapes do not match")
+            raise RuntimeError(self._message)
         return self._engine.step()
 
 
@@ -226,6 +227,60 @@ def test_a_failing_step_costs_the_culprit_and_not_its_neighbours(
     assert [row["output"] for row in published(folders, "ill.jsonl")] == [*healthy[:2], *healthy[3:]]
     retried = [event["index"] for event in events if "retried" in event["event"]]
     assert retried == [2, 2]
+
+
+def test_poison_is_raised_with_the_rows_given_back_and_only_those_of_the_step_charged(
+    model: Model,
+    queued: Callable[..., str],
+    redis: Redis,
+    ledger: Ledger,
+    settings: WorkerSettings,
+    outputs: Outputs,
+) -> None:
+    queued([f"prompt {number}" for number in range(5)], LONG)
+    parting = Faulty(model.engine, "b-3")  # a step fails: rows 2 and 3 have to wait until 0 and 1 have run
+    poisoned = Faulty(parting, "b-1", "CUDA error: an illegal memory access was encountered")
+    loop: Loop | None = None
+
+    def enter() -> None:
+        nonlocal loop
+        with Intake(redis, ledger, settings) as intake:
+            loop = Loop(intake, replace(model, engine=parting), outputs, 5.0, structlog.get_logger())
+            loop.take()
+            loop.step()
+            loop.model = replace(model, engine=poisoned)
+            loop.run()
+
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        enter()
+    assert loop is not None
+    assert poisoned.failed_steps == 1  # never again, with half of the rows or with fewer
+    waiting = [job_id.decode() for job_id in redis.lrange(queue(redis, "tiny", "normal").key, 0, -1)]
+    assert sorted(waiting) == [f"b-{index}" for index in range(5)]
+    assert redis.hgetall(ledger.key("b", "starts")) == {b"0": b"1", b"1": b"1"}
+
+
+def test_a_prompt_that_is_not_answered_in_time_leaves_and_its_neighbours_go_on(
+    model: Model, queued: Callable[..., str], work: Callable[..., None], folders: Folders
+) -> None:
+    seeded = LONG.model_copy(update={"seed": 3})
+    queued(["first", "third"], seeded, batch="without")
+    work(model)
+    late, patient = (
+        {"prompt": prompt, "params": seeded.model_copy(update={"timeout_s": timeout_s})}
+        for prompt, timeout_s in (("second", 1e-6), ("third", 600.0))
+    )
+    queued(["first", late, patient], seeded)
+    with structlog.testing.capture_logs() as events:
+        work(model)
+    (error,) = published(folders, "b.errors.jsonl")
+    assert (error["error"]["code"], error["error"]["attempts"]) == ("deadline_exceeded", 1)
+    assert error["error"]["message"] == "not answered within timeout_s = 1e-06"
+    assert not [event for event in events if "retried" in event["event"]]
+    rows, without = published(folders, "b.jsonl"), published(folders, "without.jsonl")
+    assert [row["output"] for row in rows] == [row["output"] for row in without]
+    assert ["timeout_s" in row["params"] for row in rows] == [False, True]
+    assert model.engine.active() == []
 
 
 def test_a_full_disk_stops_the_taking_and_loses_nothing(

@@ -16,6 +16,7 @@ from structlog.testing import capture_logs
 
 from contract.errors import SettingsError
 from worker.devices import devices
+from worker.restarts import GAVE_UP, PREDECESSOR
 from worker.supervisor import FAILED_STARTS, Child, Supervisor
 
 WORK = "import socket; line = socket.socket(fileno=int(sys.argv[1])); line.send(b'1');"
@@ -113,6 +114,29 @@ def test_failed_starts_in_a_row_end_it_all(tmp_path: Path) -> None:
     assert scene.notes("w-1")[-1] in ("started", "ready", "stopped after 1")
     (event,) = scene.events("critical")
     assert (event["child"], event["failed_starts"]) == ("w-0", FAILED_STARTS)
+
+
+def test_a_child_that_gave_up_ends_it_all_at_once(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, {"w-0": f"{WORK} sys.exit({GAVE_UP})", "w-1": STOPS})
+    assert scene.run() == 1
+    assert scene.notes("w-0") == ["started"]
+    (event,) = scene.events("critical")
+    assert event["child"] == "w-0"
+
+
+def test_a_child_is_told_how_the_one_before_it_ended(tmp_path: Path) -> None:
+    """Only where that one had begun to work: else it held no prompts."""
+    program = (
+        f"import os, signal; note(os.environ.get({PREDECESSOR!r}, 'nothing'));"
+        "n = open(sys.argv[2]).read().count('started'); n == 4 and sys.exit(0)\n"
+        f"if n == 1: {WORK} os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"if n == 3: {WORK}\n"
+        "sys.exit(10 + n)"
+    )
+    scene = Scene(tmp_path, {"w-0": program})
+    assert scene.run() == 0
+    told = [note for note in scene.notes("w-0") if note != "started"]
+    assert told == ["nothing", "signal 9 (SIGKILL)", "nothing", "exit code 13"]
 
 
 def test_a_start_that_succeeds_clears_the_count(tmp_path: Path) -> None:
