@@ -17,7 +17,7 @@ from click.testing import Result
 from redis import Redis
 from typer.testing import CliRunner
 
-from contract import sealing
+from contract import sealing, turns
 from contract.jobs import Completion, ErrorCode, ErrorRow, PromptJob
 from contract.ledger import Batch, BatchState, Ledger, Mark
 from contract.paths import Folders
@@ -27,6 +27,7 @@ from contract.settings import ProducerSettings
 from producer import report
 from producer.cli import app
 from producer.watcher import Watcher
+from tests.conftest import waiting_ids
 from tests.producer.conftest import PRODUCER
 
 Run = Callable[..., Result]
@@ -435,11 +436,11 @@ def test_retry_queues_failed_rows_that_have_a_job(
     job = target.fetch_job(f"{batch}-1")
     assert job is not None
     target.failed_job_registry.add(job, ttl=100)
-    target.remove(job)
+    redis.lrem(turns.backlog(batch), 0, job.id)
     finish(batch, (0, 1, 3), failed=(1,))
     result = run("retry", batch)
     assert (result.exit_code, result.stdout) == (0, "1 row queued again\n")
-    assert f"{batch}-1" in target.job_ids
+    assert f"{batch}-1" in waiting_ids(redis)
     found = ledger.get(batch)
     assert found is not None
     assert (found.state, found.counts.failed) == (BatchState.RUNNING, 1)
