@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from datetime import datetime
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -94,19 +94,19 @@ class ProducerSettings(Settings):
     @field_validator("not_before", mode="before")
     @classmethod
     def _moment(cls, value: Any) -> Any:
-        """YAML takes an unquoted 22:00 for a number of sixties and a time with seconds for a date of its own."""
-        if isinstance(value, int) and 0 <= value < 24 * 60:
+        """YAML takes an unquoted 22:00 for a number of sixties, and dates for dates."""
+        if type(value) is int and 0 <= value < 24 * 60:
             value = f"{value // 60}:{value % 60:02}"
-        text = value.isoformat() if isinstance(value, datetime) else value
-        if isinstance(text, str):
-            hours.moment(text, time.time())
+        text = value.isoformat() if isinstance(value, date) else value
+        if text is not None:
+            hours.moment(str(text), time.time())
         return text
 
-    @field_validator("window")
+    @field_validator("window", mode="before")
     @classmethod
-    def _window(cls, value: str | None) -> str | None:
+    def _window(cls, value: Any) -> Any:
         if value is not None:
-            hours.clock_window(value)
+            hours.clock_window(str(value))
         return value
 
     @field_validator("params", mode="before")
