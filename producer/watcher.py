@@ -125,9 +125,9 @@ class Watcher:
 
     def _line_up(self, pending: Sequence[BatchSpec]) -> None:
         """New batches, the oldest first, wait before those that had their turn."""
-        pending = [spec for spec in pending if spec.batch not in self._active]
-        waited = [spec for spec in self._waiting if spec in pending]
-        self._waiting = deque([*(spec for spec in pending if spec not in waited), *waited])
+        new = {spec.batch: spec for spec in pending if spec.batch not in self._active}
+        waited = [new.pop(spec.batch) for spec in self._waiting if spec.batch in new]
+        self._waiting = deque([*new.values(), *waited])
 
     def _activate(self) -> None:
         """Give waiting batches the places that are free."""
