@@ -3,9 +3,11 @@
 The only module besides `worker/intake.py` that imports rq. One prompt is one RQ job; the serializer is JSON, never
 pickle: whoever can write to Redis must not thereby be able to run code in a worker.
 
+Jobs that are queued here wait in the backlog of their batch (`contract.turns`), not in RQ's list of the queue.
+
 Seams of RQ 3.0 that this module stands on (held by tests/contract/test_queues.py): a job is a hash of
 `Job.to_dict()`, its queue a list of ids; `Retry(interval=0)` makes RQ's clean-up of an abandoned job put it back on its
-queue inside one transaction; `FailedJobRegistry.add(pipeline=…)`.
+queue inside one transaction; `FailedJobRegistry.remove(pipeline=…)`; `Queue._prepare_for_queue` and `_persist_job`.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from rq.job import Job, JobStatus
 from rq.registry import FailedJobRegistry
 from rq.serializers import JSONSerializer
 
+from contract import turns
 from contract.jobs import PRIORITIES, Priority, PromptJob
+from contract.ledger import Ledger
 
 TASK = "worker.tasks.denoise"
 RETRIES = 1_000_000
@@ -90,41 +94,58 @@ def workers(redis: Redis) -> list[WorkerInfo]:
 
 def depths(redis: Redis, model: str) -> dict[Priority, int]:
     """Prompts that wait in each of the model's queues, the most urgent first."""
-    with redis.pipeline(transaction=False) as pipe:
-        for target in queues(redis, model):
-            pipe.llen(target.key)
-        return dict(zip(PRIORITIES, pipe.execute(), strict=True))
+    found = turns.depths(redis, [(target.name, target.key) for target in queues(redis, model)])
+    return dict(zip(PRIORITIES, found, strict=True))
 
 
 def enqueuing(target: Queue, jobs: Sequence[PromptJob]) -> Callable[[Pipeline], None]:
-    """A function that queues all of `jobs` on a pipeline, for `Ledger.advance`.
+    """A function that queues all of `jobs`, which are of one batch, on a pipeline, for `Ledger.advance`.
 
-    Redis ends up with what `Queue.enqueue_many` would write, empty fields left out. That makes an object and sends
-    some fifty words for each job, which is most of the time a large file takes; here the server lays each job over a
-    template that is sent once.
+    Redis ends up with the jobs that `Queue.enqueue_many` would write, empty fields left out. That makes an object and
+    sends some fifty words for each job, which is most of the time a large file takes; here the server lays each job
+    over a template that is sent once.
     """
     if not jobs:
         return lambda pipe: None
-    template = _template(target)
+    batch, template = jobs[0].batch, _template(target)
+    assert all(job.batch == batch for job in jobs)
     rows = [word for job in jobs for word in (job.job_id, f"{job.batch} row {job.index}", _data(job))]
 
     def enqueue(pipe: Pipeline) -> None:
         pipe.sadd(Queue.redis_queues_keys, target.key)
-        pipe.eval(_ENQUEUE, 1, target.key, Job.redis_job_namespace_prefix, len(template), *template, *rows)
+        keys = _keys(target, batch)
+        pipe.eval(_ENQUEUE, len(keys), *keys, batch, Job.redis_job_namespace_prefix, len(template), *template, *rows)
 
     return enqueue
 
 
-# KEYS the queue's list; ARGV prefix of job keys, number of template words, the template's names and values, then id,
-# description and data of each job.
-_ENQUEUE = """
-local first = 3 + tonumber(ARGV[2])
+def _keys(target: Queue, batch: str) -> list[str]:
+    return [turns.backlog(batch), turns.turns(target.name), turns.hours(target.name), Ledger.key(batch)]
+
+
+# KEYS backlog, turns, hours, the batch's record; ARGV the batch, prefix of job keys, number of template words, the
+# template's names and values, then id, description and data of each job.
+_ENQUEUE = (
+    turns.JOIN
+    + """
+local first = 4 + tonumber(ARGV[3])
 for row = first, #ARGV, 3 do
-    redis.call('HSET', ARGV[1] .. ARGV[row], 'description', ARGV[row + 1], 'data', ARGV[row + 2],
-        unpack(ARGV, 3, first - 1))
+    redis.call('HSET', ARGV[2] .. ARGV[row], 'description', ARGV[row + 1], 'data', ARGV[row + 2],
+        unpack(ARGV, 4, first - 1))
     redis.call('RPUSH', KEYS[1], ARGV[row])
 end
+join(KEYS[2], KEYS[3], ARGV[1], KEYS[4])
 """
+)
+
+# KEYS as above; ARGV the batch, then ids of jobs.
+_STAND = (
+    turns.JOIN
+    + """
+redis.call('RPUSH', KEYS[1], unpack(ARGV, 2))
+join(KEYS[2], KEYS[3], ARGV[1], KEYS[4])
+"""
+)
 
 
 def _template(target: Queue) -> list[Any]:
@@ -155,7 +176,7 @@ def failed_jobs(redis: Redis, target: Queue, batch: str, indices: Sequence[int])
 
 
 def requeuing(redis: Redis, target: Queue, job_ids: Iterable[str]) -> Callable[[Pipeline], None]:
-    """A function that moves failed jobs back to their queue on a pipeline, with their attempts forgotten."""
+    """A function that queues failed jobs, all of one batch, again on a pipeline, with their attempts forgotten."""
     found = [job for job in Job.fetch_many(list(job_ids), redis, serializer=JSONSerializer) if job]
     failed = FailedJobRegistry(queue=target)
 
@@ -166,6 +187,11 @@ def requeuing(redis: Redis, target: Queue, job_ids: Iterable[str]) -> Callable[[
             # Saving leaves out what is empty, so the old values and the failed job's expiry have to be taken away.
             pipe.hdel(job.key, "meta", "exc_info")
             pipe.persist(job.key)
-            target._enqueue_job(job, pipeline=pipe)
+            target._prepare_for_queue(job)
+            target._persist_job(job, pipe)
+        if found:
+            batch = found[0].id.rpartition("-")[0]
+            keys = _keys(target, batch)
+            pipe.eval(_STAND, len(keys), *keys, batch, *(job.id for job in found))
 
     return requeue

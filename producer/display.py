@@ -6,6 +6,7 @@ Rich on a terminal, plain aligned text where the output is piped. Progress goes 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from contract.jobs import REMEDIES, ErrorCode, ErrorRow
 from producer.report import BatchReport, SystemReport
 
 LONGEST_CELL = 60
+SOON_S = 20 * 3600.0
+"""A clock time this near is told without its date."""
 
 
 def safe(text: str) -> str:
@@ -70,6 +73,11 @@ def duration(seconds: float | None) -> str:
     return f"{minutes // 60}h {minutes % 60:02}m" if minutes >= 60 else f"{seconds // 60:.0f}m {seconds % 60:02.0f}s"
 
 
+def moment(at: float) -> str:
+    """A moment of the next hours as `22:00`, any other as `2026-12-03 22:00`; local time."""
+    return time.strftime("%H:%M" if abs(at - time.time()) < SOON_S else "%Y-%m-%d %H:%M", time.localtime(at))
+
+
 def system(report: SystemReport) -> None:
     """Batches, queues and workers at a glance."""
     if report.batches:
@@ -98,7 +106,7 @@ def _batch_row(batch: BatchReport) -> tuple[object, ...]:
     total = batch.submitted if batch.total is None else batch.total
     return (
         batch.batch,
-        batch.state,
+        _state(batch),
         batch.done,
         batch.failed,
         f"{total}+" if batch.total is None else total,
@@ -109,6 +117,10 @@ def _batch_row(batch: BatchReport) -> tuple[object, ...]:
     )
 
 
+def _state(batch: BatchReport) -> str:
+    return f"waits until {moment(batch.waits_until)}" if batch.waits_until else str(batch.state)
+
+
 def batch(report: BatchReport) -> None:
     """One batch, a line a fact."""
     total = "still reading" if report.total is None else report.total
@@ -117,7 +129,8 @@ def batch(report: BatchReport) -> None:
         ("file", safe(report.source)),
         ("model", safe(report.model)),
         ("priority", report.priority),
-        ("state", report.state),
+        *((("window", report.window),) if report.window else ()),
+        ("state", _state(report)),
         ("total", total),
         ("submitted", report.submitted),
         ("done", report.done),

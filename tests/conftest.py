@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from contract import server
+from contract import server, turns
 from contract.jobs import Completion, ErrorCode, ErrorDetail, ErrorRow, PromptJob, Usage
 from contract.ledger import BatchSpec, Cursor, Ledger
 from contract.paths import Folders
@@ -135,6 +135,14 @@ def failure() -> Callable[..., ErrorRow]:
 def wait_until() -> Callable[..., None]:
     """Wait for a condition, never for a time."""
     return wait_for
+
+
+def waiting_ids(redis: Redis, model: str = "demo", priority: Any = "normal") -> list[str]:
+    """Ids of the jobs that wait in a queue: RQ's list, then the backlog of each batch, the next in turn first."""
+    target = queue(redis, model, priority)
+    batches = [*redis.zrange(turns.turns(target.name), 0, -1), *redis.zrange(turns.hours(target.name), 0, -1)]
+    keys = [target.key, *(turns.backlog(batch.decode()) for batch in dict.fromkeys(batches))]
+    return [job_id.decode() for key in keys for job_id in redis.lrange(key, 0, -1)]
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = PATIENCE_S) -> None:

@@ -23,6 +23,7 @@ from contract.settings import ProducerSettings
 from producer.claims import Claims
 from producer.parser import Parsed, parse
 from producer.submitter import submit as submit_claimed
+from tests.conftest import waiting_ids
 
 LIMIT = 1 << 16
 PRODUCER = [sys.executable, "-c", "from producer.cli import main; main()"]
@@ -74,7 +75,8 @@ def queued(redis: Redis) -> Callable[..., list[PromptJob]]:
     """The prompts that stand in a queue, in its order."""
 
     def read(model: str = "demo", priority: Any = "normal") -> list[PromptJob]:
-        return [PromptJob.model_validate(job.args[0]) for job in queue(redis, model, priority).jobs]
+        jobs = [queue(redis, model, priority).fetch_job(job_id) for job_id in waiting_ids(redis, model, priority)]
+        return [PromptJob.model_validate(job.args[0]) for job in jobs if job]
 
     return read
 
