@@ -61,7 +61,8 @@ class Model:
         """The most memory held so far: of the device for CUDA, else of the process (Linux counts KB, macOS bytes)."""
         device = self.loaded.decoder.device
         if device.type == "cuda":
-            return torch.cuda.max_memory_allocated(device) >> 20
+            held = range(torch.cuda.device_count())  # a model may be spread over several
+            return sum(torch.cuda.max_memory_allocated(number) for number in held) >> 20
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak >> 20 if sys.platform == "darwin" else peak >> 10
 

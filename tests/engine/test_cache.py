@@ -29,17 +29,17 @@ CONFIG = DecoderConfig(
 
 @pytest.fixture
 def slots() -> Slots:
-    return Slots(CONFIG, torch.float32, torch.device("cpu"))
+    return Slots(CONFIG, torch.float32, [torch.device("cpu")] * CONFIG.layers)
 
 
 def write(where: tuple[SlotClass, int], value: float) -> None:
     held, slot = where
-    held.data[:, :, slot] = value
+    held.parts[0][:, :, slot] = value
 
 
 def holds(where: tuple[SlotClass, int], value: float, positions: int = 128) -> bool:
     held, slot = where
-    return bool((held.data[:, :, slot, :, :positions] == value).all())
+    return bool((held.parts[0][:, :, slot, :, :positions] == value).all())
 
 
 @pytest.mark.parametrize(("positions", "capacity"), [(1, 128), (128, 128), (129, 256), (256, 256), (1000, 1024)])
@@ -90,7 +90,7 @@ def test_a_row_that_grows_takes_its_keys_along(slots: Slots) -> None:
     held, slot = slots.reserve(0, 129)
     assert held.capacity == 256
     assert holds((held, slot), 1.0)
-    assert bool((held.data[:, :, slot, :, 128:] == 0).all())
+    assert bool((held.parts[0][:, :, slot, :, 128:] == 0).all())
     assert holds(slots.reserve(2, 100), 3.0)
     assert sorted(slots.reserve(row, 100)[1] for row in (1, 2)) == [0, 1]
 

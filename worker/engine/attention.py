@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from worker.engine.cache import SlotClass, Slots
-from worker.engine.models.spec import DecoderConfig
+from worker.engine.models.decoders import AnyDecoder
 from worker.engine.request import Span
 from worker.engine.sequence import Row
 from worker.engine.transfer import to_device
@@ -61,12 +62,21 @@ class Call:
     local_mask: Tensor | None  # the same in local layers; theirs is `mask` where the window holds every key
 
 
+Planned = TypeVar("Planned", Store, Call)
+
+
+def _to(planned: Planned, device: torch.device) -> Planned:
+    """The same with its tensors on `device`."""
+    values = {field.name: getattr(planned, field.name) for field in fields(planned)}
+    return replace(planned, **{name: one.to(device) for name, one in values.items() if isinstance(one, Tensor)})
+
+
 class AttentionPlan:
     """How this step's queries meet the stored keys; built once, used by every layer."""
 
-    def __init__(self, config: DecoderConfig, slots: Slots, rows: Items[Row], spans: Items[Span]) -> None:
-        self._config = config
-        self._slots = slots
+    def __init__(self, decoder: AnyDecoder, slots: Slots, rows: Items[Row], spans: Items[Span]) -> None:
+        self._config = decoder.config
+        self._device, self._dtype = decoder.device, decoder.dtype
         self.padded_cells = 0
         self.cells = 0
         self._stores: list[Store] = []
@@ -79,23 +89,31 @@ class AttentionPlan:
             self._total += len(span.tokens)
         for held, members in by_class.items():
             self._plan_class(held, members)
+        self._on = {self._device: (self._stores, self._calls)}
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (T, heads, head_dim), k and v (T, kv_heads, head_dim) -> (T, heads * head_dim)."""
-        for store in self._stores:
-            store.held.data[layer, 0][store.slots, :, store.positions] = k[store.packed]
-            store.held.data[layer, 1][store.slots, :, store.positions] = v[store.packed]
+        stores, calls = self._on.get(q.device) or self._moved(q.device)
+        for store in stores:
+            held = store.held.layer(layer)
+            held[0][store.slots, :, store.positions] = k[store.packed]
+            held[1][store.slots, :, store.positions] = v[store.packed]
         c = self._config
         heads = q.reshape(-1, c.head_dim)
         out = q.new_empty((q.shape[0] + 1) * c.heads, c.head_dim)  # the last position is the spare one
-        for call in self._calls:
+        for call in calls:
             out.index_copy_(0, call.write, self._attend(call, layer, heads.index_select(0, call.read)))
         return out.view(-1, c.heads * c.head_dim)[:-1]
+
+    def _moved(self, device: torch.device) -> tuple[list[Store], list[Call]]:
+        """The plan for layers on another device, kept for those that follow."""
+        self._on[device] = [_to(one, device) for one in self._stores], [_to(one, device) for one in self._calls]
+        return self._on[device]
 
     def _attend(self, call: Call, layer: int, q: Tensor) -> Tensor:
         """q (R * heads * n, head_dim) -> what each saw, likewise."""
         q = q.view(call.rows, self._config.kv_heads, -1, self._config.head_dim)
-        keys, values = call.held.data[layer, :, call.first : call.first + call.rows, :, : call.keys]
+        keys, values = call.held.layer(layer)[:, call.first : call.first + call.rows, :, : call.keys]
         mask = call.local_mask if layer in self._config.local_layers else call.mask
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask).reshape(-1, self._config.head_dim)
 
@@ -136,7 +154,7 @@ class AttentionPlan:
 
     def _by_head(self, packed: list[int], rows: int, length: int) -> Tensor:
         c = self._config
-        head = torch.arange(c.heads, device=self._slots.device).view(1, c.kv_heads, -1, 1)
+        head = torch.arange(c.heads, device=self._device).view(1, c.kv_heads, -1, 1)
         return (self._tensor(packed).view(rows, 1, 1, length) * c.heads + head).flatten()
 
     def _beyond(self, visible: list[int], rows: int, length: int, keys: int) -> Tensor | None:
@@ -144,7 +162,7 @@ class AttentionPlan:
         if all(count == keys for count in visible):
             return None
         limit = self._tensor(visible).view(rows, 1, length, 1)
-        return torch.arange(keys, device=self._slots.device) >= limit
+        return torch.arange(keys, device=self._device) >= limit
 
     def _afar(self, members: list[Member], first: int, rows: int, length: int, keys: int) -> Tensor:
         """(R, 1, n, keys) bool: keys that are more than a window away from a query."""
@@ -153,15 +171,15 @@ class AttentionPlan:
             at = (member.slot - first) * length
             positions[at : at + length] = range(member.span.start, member.span.end)
         place = self._tensor(positions).view(rows, 1, length, 1)
-        key = torch.arange(keys, device=self._slots.device)
+        key = torch.arange(keys, device=self._device)
         return (key < place - self._config.window) | (key > place + self._config.window)
 
     def _additive(self, hidden: Tensor | None) -> Tensor | None:
         """(R, 1, groups * n, keys): what the scores are given, nothing or minus infinity."""
         if hidden is None:
             return None
-        mask = torch.zeros(hidden.shape, dtype=self._slots.dtype, device=self._slots.device)
+        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
         return mask.masked_fill_(hidden, -torch.inf).repeat(1, 1, self._config.heads // self._config.kv_heads, 1)
 
     def _tensor(self, values: list[int]) -> Tensor:
-        return to_device(values, torch.int64, self._slots.device)
+        return to_device(values, torch.int64, self._device)

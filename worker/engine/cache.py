@@ -7,30 +7,55 @@ call with little padding. Slots 0 … n-1 of a class are always the occupied one
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch import Tensor
 
 from worker.engine.models.spec import DecoderConfig
+from worker.engine.placement import stretches
 
 SMALLEST = 128
 
 
 class SlotClass:
-    """All slots of one capacity. `data` (layers, 2, slots, kv_heads, capacity, head_dim): keys at 0, values at 1."""
+    """All slots of one capacity.
 
-    def __init__(self, config: DecoderConfig, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
+    `parts`, one for each device: (layers there, 2, slots, kv_heads, capacity, head_dim), keys at 0, values at 1.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, capacity: int, dtype: torch.dtype, devices: Sequence[torch.device]
+    ) -> None:
         self.capacity = capacity
         self.owners: list[int] = []  # row key of each occupied slot
         # Zeros, not empty memory: a stale NaN behind a mask would still poison 0 * NaN.
-        self.data = torch.zeros(
-            (config.layers, 2, 0, config.kv_heads, capacity, config.head_dim), dtype=dtype, device=device
-        )
+        shape = (2, 0, config.kv_heads, capacity, config.head_dim)
+        self.parts = [torch.zeros((n, *shape), dtype=dtype, device=device) for device, n in stretches(devices)]
+        self._at = [(part, layer) for part, tensor in enumerate(self.parts) for layer in range(len(tensor))]
+
+    def layer(self, number: int) -> Tensor:
+        """(2, slots, kv_heads, capacity, head_dim) of one layer."""
+        part, at = self._at[number]
+        return self.parts[part][at]
+
+    def copy(self, slot: int, start: int, end: int) -> list[Tensor]:
+        """What stands at positions start … end of a slot, as `paste` takes it: a tensor for each part."""
+        return [part[:, :, slot, :, start:end].clone() for part in self.parts]
+
+    def paste(self, slot: int, start: int, copied: Sequence[Tensor]) -> None:
+        """Write what `copy` gave to the positions from `start` on."""
+        for part, values in zip(self.parts, copied, strict=True):
+            part[:, :, slot, :, start : start + values.shape[-2]] = values
 
     def occupy(self, owner: int) -> int:
         """A free slot for `owner`; the tensor doubles when all are taken."""
-        if len(self.owners) == self.data.shape[2]:
+        if len(self.owners) == self.parts[0].shape[2]:
             more = max(2, len(self.owners))
-            shape = (*self.data.shape[:2], more, *self.data.shape[3:])
-            self.data = torch.cat([self.data, self.data.new_zeros(shape)], dim=2)
+            self.parts = [
+                torch.cat([part, part.new_zeros((*part.shape[:2], more, *part.shape[3:]))], dim=2)
+                for part in self.parts
+            ]
         self.owners.append(owner)
         return len(self.owners) - 1
 
@@ -39,9 +64,11 @@ class SlotClass:
         last = len(self.owners) - 1
         moved = self.owners[last] if slot != last else None
         if moved is not None:
-            self.data[:, :, slot] = self.data[:, :, last]
             self.owners[slot] = moved
-        self.data[:, :, last] = 0
+        for part in self.parts:
+            if moved is not None:
+                part[:, :, slot] = part[:, :, last]
+            part[:, :, last] = 0
         self.owners.pop()
         return moved
 
@@ -49,9 +76,10 @@ class SlotClass:
 class Slots:
     """Where each row's keys and values lie: row key -> (class, slot)."""
 
-    def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.device = dtype, device
-        self._make = lambda capacity: SlotClass(config, capacity, dtype, device)
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype, devices: Sequence[torch.device]) -> None:
+        """`devices`: that of each layer."""
+        self.dtype = dtype
+        self._make = lambda capacity: SlotClass(config, capacity, dtype, devices)
         self.bytes_per_position = 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize
         self._classes: dict[int, SlotClass] = {}
         self._where: dict[int, tuple[SlotClass, int]] = {}
@@ -69,7 +97,7 @@ class Slots:
         if held.capacity >= positions:
             return held, slot
         target, new = self._place(row, capacity)
-        target.data[:, :, new, :, : held.capacity] = held.data[:, :, slot]
+        target.paste(new, 0, held.copy(slot, 0, held.capacity))
         self._vacate(held, slot)
         return target, new
 
@@ -80,7 +108,7 @@ class Slots:
 
     def held_bytes(self) -> int:
         """Memory of all classes, free slots included."""
-        return sum(one.data.numel() * one.data.element_size() for one in self._classes.values())
+        return sum(part.nbytes for one in self._classes.values() for part in one.parts)
 
     def _place(self, row: int, capacity: int) -> tuple[SlotClass, int]:
         if capacity not in self._classes:

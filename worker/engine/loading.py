@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,8 @@ from worker.engine.models.decoder import dtype_of
 from worker.engine.models.decoders import AnyDecoder, build, shapes
 from worker.engine.models.quantized import Quantize, linear_for
 from worker.engine.models.registry import model_spec
-from worker.engine.models.spec import NAME, ModelSpec
+from worker.engine.models.spec import NAME, DecoderConfig, ModelSpec
+from worker.engine.placement import place_layers
 from worker.engine.weights import open_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -46,17 +47,19 @@ def load(
 ) -> Loaded:
     """Load the checkpoint in `folder`; `threads` of the CPU are set for the process, 0 leaves torch's choice.
 
-    Raises ModelLoadError naming what is missing, unexpected or wrongly shaped, or why the device cannot be used.
+    `device`: one, or several with + between them over which the layers are spread. Raises ModelLoadError naming what is
+    missing, unexpected or wrongly shaped, or why the device cannot be used.
     """
     spec = model_spec(read_config(folder) | {NAME: checkpoint_name(folder)})
-    target = choose_device(device)
-    wanted = choose_dtype(dtype, target)
+    places = [choose_device(one) for one in device.split("+")]
+    wanted = choose_dtype(dtype, places[0])
+    where = _placing(spec, places)
     if threads:
         torch.set_num_threads(threads)
-    linear = linear_for(quantize, target, wanted)
+    linear = linear_for(quantize, places[0], wanted)
     with ExitStack() as stack:
         fetch = _fetch(folder, spec, allow_pickles, stack)
-        decoder = build(spec.decoder, lambda name: fetch(name).to(target, dtype_of(name, wanted)), linear)
+        decoder = build(spec.decoder, lambda name: fetch(name).to(where(name), dtype_of(name, wanted)), linear)
     return Loaded(spec, decoder)
 
 
@@ -78,6 +81,16 @@ def checkpoint_name(folder: Path) -> str:
     """The folder's name; in a hub cache (`models--OWNER--NAME/snapshots/COMMIT`) the repository's."""
     folder = folder.absolute()
     return folder.parents[1].name.rsplit("--")[-1] if folder.parent.name == "snapshots" else folder.name
+
+
+def _placing(spec: ModelSpec, places: Sequence[torch.device]) -> Callable[[str], torch.device]:
+    """The device of a weight, by our name."""
+    if len(places) == 1:
+        return lambda name: places[0]
+    if type(spec.decoder) is not DecoderConfig:
+        raise ModelLoadError("only models with Llama's kind of decoder are spread over devices: name one device")
+    layers = place_layers(shapes(spec.decoder), spec.decoder.layers, places)
+    return lambda name: layers[int(name.split(".")[1])] if name.startswith("layers.") else places[0]
 
 
 def choose_device(device: str) -> torch.device:

@@ -10,6 +10,7 @@ import torch
 from worker.engine.cache import capacity_for
 from worker.engine.models.decoders import AnyDecoder
 from worker.engine.models.spec import DecoderConfig
+from worker.engine.placement import layer_devices
 
 SHARE = 0.5
 """Of what is free beside a step's own tensors; the rest is for slots that grow by being copied, and for others."""
@@ -44,7 +45,10 @@ def plan_memory(
 ) -> MemoryPlan:
     """The plan for a loaded decoder; `budget` in bytes, None for what is free."""
     if budget is None:
-        budget = int(max(0, free_bytes(decoder.device) - step_bytes(decoder, max_step_tokens)) * SHARE)
+        places = layer_devices(decoder)
+        left = {place: max(0, free_bytes(place) - step_bytes(decoder, max_step_tokens)) for place in set(places)}
+        # Each device holds its layers' part of every position; the one with the least room for its part decides.
+        budget = int(min(left[place] * len(places) / places.count(place) for place in left) * SHARE)
     return MemoryPlan(budget, bytes_per_position)
 
 

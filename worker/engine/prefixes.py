@@ -30,7 +30,7 @@ class Chunk:
     tokens: tuple[int, ...]
     end: int  # in tokens from the prompt's beginning
     children: dict[tuple[int, ...], Chunk] = field(default_factory=dict)
-    stored: Tensor | None = None  # (layers, 2, kv_heads, CHUNK, head_dim)
+    stored: list[Tensor] | None = None  # (layers, 2, kv_heads, CHUNK, head_dim), a part for each device
     leader: int | None = None  # key of the row that computes it now
     wanted: bool = False  # a second prompt has it too
 
@@ -106,7 +106,7 @@ class Prefixes:
         held, slot = self._slots.reserve(row.key, known[-1].end)
         for chunk in known:
             assert chunk.stored is not None
-            held.data[:, :, slot, :, chunk.end - CHUNK : chunk.end] = chunk.stored
+            held.paste(slot, chunk.end - CHUNK, chunk.stored)
         for chunk in reversed(known):  # what stands above is needed at least as often
             self.stored.move_to_end(chunk)
         self.reused += known[-1].end
@@ -135,7 +135,7 @@ class Prefixes:
 
     def _store(self, row: Row, chunk: Chunk) -> None:
         held, slot = self._slots.reserve(row.key, chunk.end)
-        chunk.stored = held.data[:, :, slot, :, chunk.end - CHUNK : chunk.end].clone()
+        chunk.stored = held.copy(slot, chunk.end - CHUNK, chunk.end)
         self._seen.pop(chunk, None)
         self.stored[chunk] = None
         while len(self.stored) > self.most:

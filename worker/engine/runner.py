@@ -19,6 +19,7 @@ from worker.engine.cache import Slots
 from worker.engine.history import History
 from worker.engine.models.decoders import AnyDecoder
 from worker.engine.models.spec import ModelSpec
+from worker.engine.placement import layer_devices
 from worker.engine.request import Span
 from worker.engine.sampling import Draw, Prediction, log_probabilities, predict, uniform
 from worker.engine.sequence import Row
@@ -34,7 +35,7 @@ class ModelRunner:
     def __init__(self, spec: ModelSpec, decoder: AnyDecoder) -> None:
         self.spec = spec
         self.decoder = decoder
-        self.slots = Slots(spec.decoder, decoder.dtype, decoder.device)
+        self.slots = Slots(spec.decoder, decoder.dtype, layer_devices(decoder))
         self.history = History()
 
     def run(self, rows: Items[Row], spans: Items[Span], watch: Stopwatch) -> list[list[int | None]]:
@@ -60,7 +61,7 @@ class ModelRunner:
         """Hidden states (N, d) at the targets of all spans, in order."""
         for row, span in zip(rows, spans, strict=True):
             self.slots.reserve(row.key, span.end)
-        self.last_attention = attention = AttentionPlan(self.spec.decoder, self.slots, rows, spans)
+        self.last_attention = attention = AttentionPlan(self.decoder, self.slots, rows, spans)
         tokens = self._tensor([token for span in spans for token in span.tokens], torch.int64)
         positions = self._tensor([p for span in spans for p in span.positions], torch.int64)
         wanted, first = [], 0

@@ -42,9 +42,16 @@ class Layer:
     mlp_norm: Tensor  # (d,)
     mlp: Callable[[Tensor], Tensor]  # (T, d) -> (T, d)
 
+    @property
+    def device(self) -> torch.device:
+        return self.attention_norm.device
+
 
 class Decoder:
-    """Weights and forward pass. `hidden` is called under `torch.inference_mode` by the runner."""
+    """Weights and forward pass. `hidden` is called under `torch.inference_mode` by the runner.
+
+    Layers may lie on several devices (`placement.py`); what passes through them follows.
+    """
 
     def __init__(self, config: DecoderConfig, fetch: Fetch, linear: MakeLinear = Linear) -> None:
         self.config = config
@@ -73,13 +80,16 @@ class Decoder:
         scale = None if self.query_scale is None else self.query_scale[positions]  # (T, 1, 1)
         last = len(self.layers) - 1
         for number, layer in enumerate(self.layers):
+            if layer.device != x.device:
+                x, cos, sin, wanted = (one.to(layer.device) for one in (x, cos, sin, wanted))
+                scale = None if scale is None else scale.to(layer.device)
             q, k, v = self._projections(layer, self._rms_norm(x, layer.attention_norm), cos, sin)
             seen = attend(number, q if scale is None else q * scale, k, v)
             if number == last:  # all positions leave their keys and values; only the wanted ones go on
                 x, seen = x.index_select(0, wanted), seen.index_select(0, wanted)
             x = x + layer.o(seen)
             x = x + layer.mlp(self._rms_norm(x, layer.mlp_norm))
-        return self._rms_norm(x, self.norm)
+        return self._rms_norm(x.to(self.device), self.norm)
 
     def _projections(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(T, d) -> rotated queries and keys, and values: (T, heads or kv_heads, head_dim) each."""
