@@ -6,6 +6,7 @@ in a folder of its own for the whole run and is emptied before each test.
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import signal
@@ -22,12 +23,14 @@ from redis import Redis
 from contract import server
 from contract.jobs import Completion, ErrorCode, ErrorDetail, ErrorRow, PromptJob, Usage
 from contract.ledger import BatchSpec, Cursor, Ledger
+from contract.parser import Parsed, parse
 from contract.paths import Folders
 from contract.queues import connect, enqueuing, queue
 from contract.sampling import SamplingParams
 from contract.settings import ProducerSettings, WorkerSettings
 
 PATIENCE_S = 20.0
+LIMIT = 1 << 16
 
 
 @pytest.fixture(autouse=True)
@@ -120,6 +123,23 @@ def submit(ledger: Ledger, redis: Redis, folders: Folders) -> Callable[..., str]
 
 
 @pytest.fixture
+def parsed() -> Callable[..., list[Parsed]]:
+    """Read a source from memory: `parsed(content, cursor=…, limit=…, **spec values)`."""
+
+    def read(content: bytes | str, cursor: Cursor | None = None, limit: int = LIMIT, **values: Any) -> list[Parsed]:
+        raw = content if isinstance(content, bytes) else content.encode()
+        return list(parse(io.BytesIO(raw), batch_spec(**values), cursor or Cursor(), limit))
+
+    return read
+
+
+@pytest.fixture
+def rows(parsed: Callable[..., list[Parsed]]) -> Callable[..., list[PromptJob | ErrorRow]]:
+    """The rows alone."""
+    return lambda *args, **values: [found.row for found in parsed(*args, **values)]
+
+
+@pytest.fixture
 def completion() -> Callable[..., Completion]:
     """An output row for a prompt of `submit`."""
     return completion_row
@@ -168,3 +188,9 @@ def completion_row(index: int, output: str | None = None, **values: Any) -> Comp
 def failure_row(index: int, message: str = "it failed", code: ErrorCode = ErrorCode.MODEL_ERROR) -> ErrorRow:
     detail = ErrorDetail(code=code, message=message, attempts=3)
     return ErrorRow(index=index, id=f"id-{index}", line=index + 1, prompt=f"prompt {index}", error=detail, worker="w")
+
+
+def batch_spec(**values: Any) -> BatchSpec:
+    usual: dict[str, Any] = {"batch": "b", "source": "in.jsonl", "output": "b", "kind": "jsonl", "model": "demo"}
+    usual |= {"priority": "normal", "params": SamplingParams(), "created_at": time.time()}
+    return BatchSpec(**{**usual, **values})

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,23 +14,14 @@ from structlog.testing import capture_logs
 
 from contract import sealing
 from contract.jobs import ErrorRow, PromptJob
-from contract.ledger import BatchSpec, Cursor, Ledger
+from contract.ledger import BatchSpec, Ledger
 from contract.queues import queue
-from contract.sampling import SamplingParams
 from contract.settings import ProducerSettings
 from producer.claims import Claims
-from producer.parser import Parsed, parse
 from producer.submitter import submit as submit_claimed
 
-LIMIT = 1 << 16
 PRODUCER = [sys.executable, "-c", "from producer.cli import main; main()"]
 """The installed command, with the interpreter that runs the tests."""
-
-
-def batch_spec(**values: Any) -> BatchSpec:
-    usual: dict[str, Any] = {"batch": "b", "source": "in.jsonl", "output": "b", "kind": "jsonl", "model": "demo"}
-    usual |= {"priority": "normal", "params": SamplingParams(), "created_at": time.time()}
-    return BatchSpec(**{**usual, **values})
 
 
 class Faulty(Ledger):
@@ -50,23 +39,6 @@ class Faulty(Ledger):
         if self.calls in self.after:
             raise RedisConnectionError("gone after")
         return moved
-
-
-@pytest.fixture
-def parsed() -> Callable[..., list[Parsed]]:
-    """Read a source from memory: `parsed(content, cursor=…, limit=…, **spec values)`."""
-
-    def read(content: bytes | str, cursor: Cursor | None = None, limit: int = LIMIT, **values: Any) -> list[Parsed]:
-        raw = content if isinstance(content, bytes) else content.encode()
-        return list(parse(io.BytesIO(raw), batch_spec(**values), cursor or Cursor(), limit))
-
-    return read
-
-
-@pytest.fixture
-def rows(parsed: Callable[..., list[Parsed]]) -> Callable[..., list[PromptJob | ErrorRow]]:
-    """The rows alone."""
-    return lambda *args, **values: [found.row for found in parsed(*args, **values)]
 
 
 @pytest.fixture

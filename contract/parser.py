@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import BinaryIO
 
+from contract import rows
 from contract.errors import BadPrompt
 from contract.jobs import ErrorCode, ErrorDetail, ErrorRow, Message, Prompt, PromptJob, shown
 from contract.ledger import BatchSpec, Cursor
 from contract.sampling import SamplingParams, parse_params
-from producer import rows
 
 BOM = b"\xef\xbb\xbf"
 SKIP_BYTES = 1 << 20
