@@ -11,6 +11,7 @@ step is repeated after a crash. The first mark wins: a row that has ended stays 
     dllm:batch:{id}:done, :failed, :cancelled   bitmaps by row index; a row has a bit in one of them at most
     dllm:batch:{id}:starts           hash index -> starts that never ended, that is, crashes survived
     dllm:batch:{id}:lock:{purpose}   lease of the one process that submits or publishes the batch
+    dllm:lock:audit                  lease of the worker that looks after all batches
     dllm:outputs                     hash output name -> the batch that owns it
 """
 
@@ -140,6 +141,10 @@ class Ledger:
     def lock(self, batch: str, purpose: Literal["submit", "seal"]) -> Lock:
         """A lease of `LOCK_S` seconds on one kind of work on a batch; extend it with `reacquire()`."""
         return cast(Lock, self.redis.lock(self.key(batch, f"lock:{purpose}"), timeout=LOCK_S, blocking=False))
+
+    def leadership(self, seconds: float) -> Lock:
+        """A lease on looking after all batches, for one worker at a time; a dead one's runs out after `seconds`."""
+        return cast(Lock, self.redis.lock(f"{PREFIX}:lock:audit", timeout=seconds, blocking=False))
 
     # Batches
 

@@ -30,6 +30,7 @@ from redis.exceptions import LockError
 from redis.lock import Lock
 
 from contract import logs, paths, segments
+from contract.claimed import MANIFEST
 from contract.errors import DllmError, UsageError
 from contract.jobs import ErrorCode, ErrorDetail, ErrorRow
 from contract.ledger import LOCK_S, Batch, BatchState, Ledger, Mark
@@ -37,7 +38,6 @@ from contract.merging import Merge, set_bits, union, without_index
 from contract.paths import Folders
 from contract.queues import failed_jobs, queue, requeuing
 
-MANIFEST = "batch.json"
 PUT_BACK = "00-published.jsonl"
 WAIT_S = 10.0
 SYNCED_S = 10.0

@@ -31,6 +31,7 @@ from contract.sampling import parse_params
 from contract.settings import ProducerSettings, read
 from producer import display, report
 from producer.claims import KINDS, Claims, Look, checked_name, is_utf8
+from producer.doctor import examine
 from producer.submitter import OUTAGES, Progress, pause_after, submit, wait
 from producer.watcher import Watcher
 
@@ -191,7 +192,7 @@ def results(
 
 @app.command()
 def failed(
-    batch: Annotated[str | None, typer.Argument(metavar="[BATCH]", help="One batch instead of all")] = None,
+    batch: MaybeBatch = None,
     code: Codes = None,
     limit: Annotated[
         int | None, typer.Option("--limit", min=1, help="At most so many rows [100 of all batches; all of one]")
@@ -215,16 +216,7 @@ def failed(
         elif display.failures(rows) == 0:
             display.answer("no failed rows")
         if most is not None and next(found, None) is not None:
-            display.say(f"there are more: --limit {most} shows no more of them")
-
-
-def _answer_failures(batch: str | None, rows: Iterator[tuple[str, ErrorRow]]) -> None:
-    """One JSON document, written as its rows come."""
-    display.answer("{" + (f'"batch": {json.dumps(batch)}, ' if batch else "") + '"errors": [')
-    for number, (of, row) in enumerate(rows):
-        shown = row.model_dump(mode="json") if batch else {"batch": of, **row.model_dump(mode="json")}
-        display.answer((", " if number else "") + json.dumps(shown))
-    display.answer("]}")
+            display.say(f"there are more: these are the first {most}, --limit sets how many")
 
 
 @app.command()
@@ -266,10 +258,6 @@ def retry(
             raise typer.Exit(1)
 
 
-def _with_failures(session: Session) -> list[str]:
-    return [batch.spec.batch for batch in session.ledger.newest_first() if batch.counts.failed]
-
-
 @app.command("cancel")
 def cancel_command(
     batch: BatchId,
@@ -299,17 +287,32 @@ def cancel_command(
             raise typer.Exit(1)
 
 
-def _told(before: Batch, after: report.BatchReport, ended: cancelling.Cancelled) -> str:
-    if before.state is BatchState.DONE:
-        how = "cancelled" if before.cancelled_at is not None else "published"
-        return f"nothing to cancel: the batch was {how} already"
-    counts = f"{after.done} done, {after.failed} failed, {after.cancelled} cancelled"
-    unread = ", and no more of the file is read" if after.unread and before.cancelled_at is None else ""
-    return f"{_rows(ended.rows)} cancelled{unread}; the batch stands at {counts}"
-
-
-def _rows(count: int) -> str:
-    return f"{count} {'row' if count == 1 else 'rows'}"
+@app.command()
+def doctor(
+    fix: Annotated[bool, typer.Option("--fix", help="Repair what can be repaired")] = False,
+    as_json: Json = False,
+    root: Root = None,
+    redis_url: RedisUrl = None,
+    debug: Debug = False,
+) -> None:
+    """Say, a line each, what is wrong with queues, folders, server and machine; exits 1 if anything is left so."""
+    with _errors(debug):
+        settings = read(ProducerSettings, {"root": root, "redis_url": redis_url})
+        with contextlib.suppress(OSError):  # a folder that cannot be written is a finding
+            logs.set_up(settings.folders.logs, "producer", settings.log_level, settings.log_max_mb, quiet=True)
+        found = []
+        for one in examine(settings, fix):
+            found.append(one)
+            if not as_json:
+                display.diagnosis(one)
+        healthy = all(one.done is not None for one in found)
+        if as_json:
+            findings = [one.model_dump(mode="json") for one in found]
+            display.answer(json.dumps({"healthy": healthy, "findings": findings}, indent=2))
+        elif not found:
+            display.answer("all is well")
+        if not healthy:
+            raise typer.Exit(1)
 
 
 @app.command("stop-server")
@@ -496,6 +499,32 @@ def _summary(spec: BatchSpec, session: Session) -> None:
     display.say(f"{spec.batch}: {batch.counts.done} done, {batch.counts.failed} failed{cancelled}: {files}")
     if batch.counts.failed:
         display.say(f"`producer failed {spec.batch}` says why")
+
+
+def _answer_failures(batch: str | None, rows: Iterator[tuple[str, ErrorRow]]) -> None:
+    """One JSON document, written as its rows come."""
+    display.answer("{" + (f'"batch": {json.dumps(batch)}, ' if batch else "") + '"errors": [')
+    for number, (of, row) in enumerate(rows):
+        shown = row.model_dump(mode="json") if batch else {"batch": of, **row.model_dump(mode="json")}
+        display.answer((", " if number else "") + json.dumps(shown))
+    display.answer("]}")
+
+
+def _with_failures(session: Session) -> list[str]:
+    return [batch.spec.batch for batch in session.ledger.newest_first() if batch.counts.failed]
+
+
+def _told(before: Batch, after: report.BatchReport, ended: cancelling.Cancelled) -> str:
+    if before.state is BatchState.DONE:
+        how = "cancelled" if before.cancelled_at is not None else "published"
+        return f"nothing to cancel: the batch was {how} already"
+    counts = f"{after.done} done, {after.failed} failed, {after.cancelled} cancelled"
+    unread = ", and no more of the file is read" if after.unread and before.cancelled_at is None else ""
+    return f"{_rows(ended.rows)} cancelled{unread}; the batch stands at {counts}"
+
+
+def _rows(count: int) -> str:
+    return f"{count} {'row' if count == 1 else 'rows'}"
 
 
 def _write_rows(rows: Iterator[bytes], output: Path | None) -> int:

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from contract.jobs import REMEDIES, ErrorCode, ErrorRow
+from producer.doctor import Diagnosis
 from producer.report import BatchReport, SystemReport
 
 LONGEST_CELL = 60
@@ -155,6 +156,15 @@ def failures(rows: Iterable[tuple[str, ErrorRow]]) -> int:
     for code in sorted(codes):
         answer(f"{code}: {REMEDIES[code]}")
     return count
+
+
+def diagnosis(found: Diagnosis) -> None:
+    """What is wrong and what was or can be done about it, on one line."""
+    if found.done is not None:
+        outcome = f"fixed: {found.done}"
+    else:
+        outcome = f"--fix {found.remedy}" if found.fixable else f"to do: {found.remedy}"
+    answer(safe(f"{found.kind}  {found.where}: {found.what}; {outcome}"))
 
 
 def _prompt(row: ErrorRow) -> str:
