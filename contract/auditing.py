@@ -80,13 +80,9 @@ class Auditor:
     def __init__(self, ledger: Ledger, folders: Folders) -> None:
         self._ledger = ledger
         self._folders = folders
+        self.unsure = False
+        """Did rows seem lost at the last look that it did not tell of, because they had not for long enough?"""
         self._since: dict[tuple[str, int], float] = {}
-
-    @property
-    def unsure(self) -> bool:
-        """Did rows seem lost at the last look that were not told, because they were not for long enough?"""
-        now = time.monotonic()
-        return any(now - since < CONFIRM_S for since in self._since.values())
 
     def look(self, thorough: bool = False) -> list[Finding]:
         """What is wrong now. Unless `thorough`, a queue whose number of jobs is right is not looked through."""
@@ -123,6 +119,7 @@ class Auditor:
         missing = self._missing([batch for batch in batches if not cancelling.unfinished(batch)], thorough)
         seen = {(batch, index): self._since.get((batch, index), now) for batch, rows in missing for index in rows}
         self._since = seen
+        self.unsure = any(now - since < CONFIRM_S for since in seen.values())
         for batch, rows in missing:
             sure = tuple(index for index in rows if now - seen[batch, index] >= CONFIRM_S)
             if sure:

@@ -144,7 +144,7 @@ class Ledger:
 
     def leadership(self, seconds: float) -> Lock:
         """A lease on looking after all batches, for one worker at a time; a dead one's runs out after `seconds`."""
-        return cast(Lock, self.redis.lock(f"{PREFIX}:lock:audit", timeout=seconds, blocking=False))
+        return cast(Lock, self.redis.lock(f"{PREFIX}:lock:audit", timeout=seconds, blocking=False, thread_local=False))
 
     # Batches
 

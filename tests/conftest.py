@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from contract import server
+from contract import claimed, server
 from contract.jobs import Completion, ErrorCode, ErrorDetail, ErrorRow, PromptJob, Usage
 from contract.ledger import BatchSpec, Cursor, Ledger
 from contract.parser import Parsed, parse
@@ -140,6 +140,32 @@ def rows(parsed: Callable[..., list[Parsed]]) -> Callable[..., list[PromptJob | 
 
 
 @pytest.fixture
+def claim(redis: Redis, ledger: Ledger, folders: Folders) -> Callable[..., BatchSpec]:
+    """Claim a source of `count` rows as batch `b` and queue all of them."""
+
+    def claimed_and_queued(count: int, **values: Any) -> BatchSpec:
+        spec = batch_spec(**values)
+        claimed.write_manifest(spec, folders)
+        source = claimed.source(spec, folders)
+        source.write_text("".join(f'{{"id": "id-{index}", "prompt": "prompt {index}"}}\n' for index in range(count)))
+        ledger.create(spec)
+        with source.open("rb") as stream:
+            rows = list(parse(stream, spec, Cursor(), 1 << 20))
+        jobs = [parsed.row for parsed in rows]
+        assert ledger.advance(
+            spec.batch,
+            Cursor(),
+            rows[-1].cursor,
+            [],
+            enqueuing(queue(redis, spec.model, spec.priority), jobs),
+            last=True,  # type: ignore[arg-type]
+        )
+        return spec
+
+    return claimed_and_queued
+
+
+@pytest.fixture
 def completion() -> Callable[..., Completion]:
     """An output row for a prompt of `submit`."""
     return completion_row
@@ -185,9 +211,12 @@ def completion_row(index: int, output: str | None = None, **values: Any) -> Comp
     return Completion(index=index, **{**usual, **values})
 
 
-def failure_row(index: int, message: str = "it failed", code: ErrorCode = ErrorCode.MODEL_ERROR) -> ErrorRow:
+def failure_row(
+    index: int, message: str = "it failed", code: ErrorCode = ErrorCode.MODEL_ERROR, **values: Any
+) -> ErrorRow:
     detail = ErrorDetail(code=code, message=message, attempts=3)
-    return ErrorRow(index=index, id=f"id-{index}", line=index + 1, prompt=f"prompt {index}", error=detail, worker="w")
+    usual: dict[str, Any] = {"id": f"id-{index}", "line": index + 1, "prompt": f"prompt {index}", "worker": "w"}
+    return ErrorRow(index=index, error=detail, **{**usual, **values})
 
 
 def batch_spec(**values: Any) -> BatchSpec:

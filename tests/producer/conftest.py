@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
+from click.testing import Result
 from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from structlog.testing import capture_logs
+from typer.testing import CliRunner
 
 from contract import sealing
 from contract.jobs import ErrorRow, PromptJob
 from contract.ledger import BatchSpec, Ledger
+from contract.paths import Folders
 from contract.queues import queue
 from contract.settings import ProducerSettings
 from producer.claims import Claims
+from producer.cli import app
 from producer.submitter import submit as submit_claimed
 
 PRODUCER = [sys.executable, "-c", "from producer.cli import main; main()"]
@@ -39,6 +45,23 @@ class Faulty(Ledger):
         if self.calls in self.after:
             raise RedisConnectionError("gone after")
         return moved
+
+
+@pytest.fixture
+def run(
+    folders: Folders, redis: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Result]]:
+    """Run a `producer` command on the test's root and emptied server."""
+    monkeypatch.setenv("DLLM_ROOT", str(folders.root))
+    monkeypatch.setenv("DLLM_REDIS_URL", redis_url)
+    root = logging.getLogger()
+    before = root.handlers, root.level
+    yield lambda *words: CliRunner().invoke(app, [str(word) for word in words])
+    for handler in root.handlers:
+        if handler not in before[0]:
+            handler.close()
+    root.handlers, root.level = before
+    structlog.reset_defaults()
 
 
 @pytest.fixture
