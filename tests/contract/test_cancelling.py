@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from redis import Redis
+from redis.client import Pipeline
 from rq.job import Job
 from rq.registry import ScheduledJobRegistry
 
@@ -21,7 +22,7 @@ from contract.paths import Folders
 from contract.queues import enqueuing, queue
 from contract.segments import SegmentWriter
 from contract.settings import WorkerSettings
-from tests.conftest import completion_row, prompt_job
+from tests.conftest import batch_spec, completion_row, prompt_job
 from worker.intake import Intake
 
 
@@ -164,6 +165,36 @@ def test_the_submitting_of_a_cancelled_batch_stops_where_it_is(
     enqueue = enqueuing(queue(redis, "demo", "normal"), [prompt_job(batch, 2)])
     assert not ledger.advance(batch, old, Cursor(offset=3, line=4, index=3), [], enqueue, last=False)
     assert queue(redis, "demo", "normal").job_ids == []
+
+
+def test_a_batch_in_the_middle_of_a_long_queue_is_taken_out_and_the_others_keep_their_order(
+    redis: Redis, ledger: Ledger, folders: Folders, submit: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("contract.cancelling.CHUNK", 400)
+    for count, batch in ((700, "before"), (1500, "b"), (700, "b-1"), (10, "after")):
+        submit(count, batch=batch)
+    assert cancel("b", ledger, folders).rows == 1500
+    wanted = [
+        f"{batch}-{index}" for batch, count in (("before", 700), ("b-1", 700), ("after", 10)) for index in range(count)
+    ]
+    assert queue(redis, "demo", "normal").job_ids == wanted
+
+
+def test_a_chunk_under_way_is_not_queued_when_the_batch_is_cancelled_meanwhile(
+    redis: Redis, ledger: Ledger, folders: Folders
+) -> None:
+    ledger.create(batch_spec())
+    end = Cursor(offset=1, line=2, index=1)
+
+    def cancelled_meanwhile(pipe: Pipeline) -> None:
+        enqueuing(queue(redis, "demo", "normal"), [prompt_job("b", 0)])(pipe)
+        assert cancel("b", Ledger(redis), folders).published
+
+    assert not ledger.advance("b", Cursor(), end, [], cancelled_meanwhile, last=True)
+    assert queue(redis, "demo", "normal").job_ids == []
+    batch = ledger.get("b")
+    assert batch is not None
+    assert (batch.state, batch.counts.total) == (BatchState.DONE, 0)
 
 
 def test_cancelling_again_or_what_has_ended_or_is_unknown_changes_nothing(
