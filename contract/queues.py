@@ -289,23 +289,25 @@ return count
 # KEYS the bitmap of each mark, the list to put them into, the failed jobs, lists, sorted sets. ARGV batch, number of
 # lists, pattern of the key job, number of template words, the template; then index, description and data of each row.
 _RESTORE = """
-local stands, count = {}, 0
+local nowhere, count, first = {}, 0, 5 + ARGV[4]
+for row = first, #ARGV, 3 do nowhere[ARGV[1] .. '-' .. ARGV[row]] = true end
 for place = 6, 5 + ARGV[2] do
-    for _, id in ipairs(redis.call('LRANGE', KEYS[place], 0, -1)) do stands[id] = true end
+    for start = 0, redis.call('LLEN', KEYS[place]) - 1, 1000 do
+        for _, id in ipairs(redis.call('LRANGE', KEYS[place], start, start + 999)) do nowhere[id] = nil end
+    end
 end
 for place = 6 + ARGV[2], #KEYS do
     for _, member in ipairs(redis.call('ZRANGE', KEYS[place], 0, -1)) do
-        stands[string.match(member, '^[^:]*')] = true
+        nowhere[string.match(member, '^[^:]*')] = nil
     end
 end
-local first = 5 + ARGV[4]
 for row = #ARGV - 2, first, -3 do
     local index, data = ARGV[row], ARGV[row + 2]
     local id = ARGV[1] .. '-' .. index
     local job = string.format(ARGV[3], id)
     local ended = redis.call('GETBIT', KEYS[1], index) + redis.call('GETBIT', KEYS[2], index)
         + redis.call('GETBIT', KEYS[3], index)
-    if ended == 0 and not stands[id] and (data ~= '' or redis.call('EXISTS', job) == 1) then
+    if ended == 0 and nowhere[id] and (data ~= '' or redis.call('EXISTS', job) == 1) then
         if data ~= '' then
             redis.call('DEL', job)
             redis.call('HSET', job, 'description', ARGV[row + 1], 'data', data, unpack(ARGV, 5, first - 1))

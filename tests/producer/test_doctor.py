@@ -99,7 +99,9 @@ def test_a_repair_that_does_not_succeed_is_told_with_the_reason(
     (folders.segments / "nobody").mkdir()
     folders.orphans.write_text("a file where the folder should be")
     (found,) = findings(run, "--fix")
-    assert str(found["remedy"]).startswith("could not be repaired: ")
+    assert found["done"] is None
+    assert "File exists" in str(found["refused"])
+    assert "not fixed: " in run("doctor", "--fix").stdout
 
 
 def test_a_server_that_evicts_is_told(run: Run, redis: Redis) -> None:

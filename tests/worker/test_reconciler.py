@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -15,9 +16,11 @@ import structlog.testing
 from redis import Redis
 
 from contract import auditing
+from contract.errors import PromptFailure
+from contract.jobs import ErrorCode
 from contract.ledger import BatchSpec, BatchState, Ledger
 from contract.paths import Folders
-from contract.queues import queue
+from contract.queues import job_ids, queue, standing
 from contract.segments import SegmentWriter
 from contract.settings import WorkerSettings
 from tests.conftest import completion_row
@@ -42,6 +45,26 @@ while True:
 """
 
 
+CANCELLER = """
+import os, signal, sys
+from pathlib import Path
+from contract import cancelling
+from contract.ledger import Ledger
+from contract.paths import Folders
+from contract.queues import connect
+
+root, url = sys.argv[1:]
+withdraw = cancelling.withdraw
+
+def withdraw_and_die(*args):
+    withdraw(*args)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+cancelling.CHUNK, cancelling.withdraw = 1, withdraw_and_die
+cancelling.cancel("b", Ledger(connect(url)), Folders(Path(root)))
+"""
+
+
 @pytest.fixture
 def reconciler(
     redis: Redis, ledger: Ledger, worker_settings: Callable[..., WorkerSettings], monkeypatch: pytest.MonkeyPatch
@@ -55,7 +78,7 @@ def lose(redis: Redis, job_id: str) -> None:
     assert redis.lrem(queue(redis, "demo", "normal").key, 1, job_id) == 1
 
 
-def standing(redis: Redis) -> list[str]:
+def waiting(redis: Redis) -> list[str]:
     return queue(redis, "demo", "normal").job_ids
 
 
@@ -67,9 +90,37 @@ def test_only_the_leader_audits(
     first.run()
     lose(redis, "b-0")
     second.run()
-    assert standing(redis) == ["b-1"]
+    assert waiting(redis) == ["b-1"]
     first.run()
-    assert standing(redis) == ["b-0", "b-1"]
+    assert waiting(redis) == ["b-0", "b-1"]
+
+
+def test_a_prompt_that_has_not_ended_stands_where_the_audit_looks_whatever_a_worker_does_with_it(
+    redis: Redis, ledger: Ledger, submit: Callable[..., str], worker_settings: Callable[..., WorkerSettings]
+) -> None:
+    submit(1)
+    target = queue(redis, "demo", "normal")
+    intake = Intake(redis, ledger, worker_settings(name="w", retry_base_s=1000, retry_max_s=1000))
+
+    def stands() -> bool:
+        return standing(redis, target) == 1 and list(job_ids(redis, target)) == ["b-0"]
+
+    assert stands()
+    (row,) = intake.take(1)
+    assert stands()
+    assert intake.give_back([row]) == 1
+    assert stands()
+    (row,) = intake.take(1)
+    assert intake.retry(row, PromptFailure(ErrorCode.MODEL_ERROR, "again"))
+    assert stands()
+    redis.zadd(target.scheduled_job_registry.key, {"b-0": 1})
+    (row,) = intake.take(1)
+    redis.zadd(target.started_job_registry.key, {row.lease.member: 1})
+    intake.reconciler.run()
+    assert stands()
+    (row,) = intake.take(1)
+    assert intake.finish([row]) == 1
+    assert standing(redis, target) == 0
 
 
 def test_the_lock_of_a_killed_leader_runs_out(
@@ -91,7 +142,7 @@ def test_the_lock_of_a_killed_leader_runs_out(
         finally:
             process.send_signal(signal.SIGKILL)
     lose(redis, "b-0")
-    wait_until(lambda: follower.run() or standing(redis) == ["b-0", "b-1"])
+    wait_until(lambda: follower.run() or waiting(redis) == ["b-0", "b-1"])
 
 
 def test_a_leader_that_stood_still_does_not_lead_beside_its_follower(
@@ -130,7 +181,7 @@ def test_what_is_found_is_repaired_and_logged_and_what_is_for_a_person_is_logged
         ("found; it is for a person to repair", "unreadable_claim", str(odd)),
         ("found and repaired", "orphan_segments", str(folders.segments / "nobody")),
     ]
-    assert standing(redis) == ["b-1", "b-0"]
+    assert waiting(redis) == ["b-1", "b-0"]
 
 
 def segment(folders: Folders, batch: str) -> None:
@@ -151,20 +202,30 @@ def test_a_repair_that_fails_does_not_keep_the_others_from_being_made(
     one = reconciler("w")
     with structlog.testing.capture_logs() as events:
         one.run()
-    assert standing(redis) == ["b-0"]
+    assert waiting(redis) == ["b-0"]
     failed = [event for event in events if "will be tried again" in event["event"]]
     assert [Path(event["where"]).name for event in failed] == ["neither", "nobody"]
 
 
-def test_cancelled_batches_whose_canceller_died_are_carried_on(
-    ledger: Ledger, submit: Callable[..., str], reconciler: Callable[[str], Reconciler]
+def test_a_cancelling_whose_process_was_killed_is_carried_on(
+    redis_url: str,
+    ledger: Ledger,
+    folders: Folders,
+    submit: Callable[..., str],
+    reconciler: Callable[[str], Reconciler],
 ) -> None:
     submit(3)
-    assert ledger.stop("b")
+    command = [sys.executable, "-c", CANCELLER, str(folders.root), redis_url]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    batch = ledger.get("b")
+    assert batch is not None
+    assert (batch.state, batch.counts.cancelled) == (BatchState.RUNNING, 1)
     reconciler("w").run()
     batch = ledger.get("b")
     assert batch is not None
     assert (batch.state, batch.counts.cancelled) == (BatchState.DONE, 3)
+    rows = [json.loads(line) for line in (folders.outputs / "b.errors.jsonl").read_text().splitlines()]
+    assert [row["id"] for row in rows] == ["id-0", "id-1", "id-2"]
 
 
 def test_an_emptied_queue_is_filled_again_by_a_worker_that_lives(
