@@ -19,13 +19,14 @@ from typing import Any
 
 import pytest
 from redis import Redis
+from rq.job import Job
 
 from contract import claimed, server
 from contract.jobs import Completion, ErrorCode, ErrorDetail, ErrorRow, PromptJob, Usage
 from contract.ledger import BatchSpec, Cursor, Ledger
 from contract.parser import Parsed, parse
 from contract.paths import Folders
-from contract.queues import connect, enqueuing, queue
+from contract.queues import Places, connect, enqueuing, queue
 from contract.sampling import SamplingParams
 from contract.settings import ProducerSettings, WorkerSettings
 
@@ -181,6 +182,23 @@ def failure() -> Callable[..., ErrorRow]:
 def wait_until() -> Callable[..., None]:
     """Wait for a condition, never for a time."""
     return wait_for
+
+
+def waiting_ids(redis: Redis, model: str = "demo", priority: Any = "normal") -> list[str]:
+    """Ids of the jobs that wait in a queue, the next one first."""
+    return queue(redis, model, priority).job_ids
+
+
+def lose(redis: Redis, *job_ids: str) -> None:
+    """Take jobs that wait out of the queue without a trace, as a process that dies between two steps does."""
+    for job_id in job_ids:
+        assert sum(redis.lrem(key, 1, job_id) for key in Places.of(queue(redis, "demo", "normal")).lists) == 1
+
+
+def forget(redis: Redis, *job_ids: str) -> None:
+    """Take jobs that wait out of Redis altogether, as `rq empty` does."""
+    lose(redis, *job_ids)
+    redis.delete(*map(Job.key_for, job_ids))
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = PATIENCE_S) -> None:

@@ -21,7 +21,7 @@ from contract.paths import Folders
 from contract.queues import queue
 from contract.segments import SegmentWriter
 from contract.settings import WorkerSettings
-from tests.conftest import batch_spec, completion_row
+from tests.conftest import batch_spec, completion_row, forget, lose, waiting_ids
 from worker.intake import Intake
 
 
@@ -73,7 +73,8 @@ def test_a_system_in_which_rows_wait_run_and_are_scheduled_is_well(
     rows = intake.take(3)
     redis.zrem(demo(redis).started_job_registry.key, rows[0].lease.member)
     redis.zadd(demo(redis).scheduled_job_registry.key, {"b-0": time.time() + 60})
-    redis.lmove(demo(redis).key, demo(redis).intermediate_queue.key)
+    lose(redis, "b-3")
+    redis.rpush(demo(redis).intermediate_queue.key, "b-3")
     assert auditor.look(thorough=True) == []
 
 
@@ -82,13 +83,13 @@ def test_a_job_in_no_list_is_put_back_once_and_keeps_its_attempts(
 ) -> None:
     """As when a process dies between two steps of RQ's own retry."""
     claim(3)
-    redis.lrem(demo(redis).key, 1, "b-1")
+    lose(redis, "b-1")
     redis.hset(Job.key_for("b-1"), mapping={"status": "scheduled", "meta": '{"attempts": 2}'})
     (finding,) = auditor.look()
     assert (finding.kind, finding.where, finding.rows) == ("lost_rows", "b", (1,))
     assert "1 jobs put back" in auditor.repair(finding)
     assert "0 jobs put back" in auditor.repair(finding)
-    assert demo(redis).job_ids == ["b-1", "b-0", "b-2"]
+    assert waiting_ids(redis) == ["b-1", "b-0", "b-2"]
     assert auditor.look() == []
     assert intake.take(1)[0].attempt == 3
 
@@ -97,12 +98,12 @@ def test_a_job_that_a_tool_put_among_the_failed_without_an_error_row_runs(
     redis: Redis, claim: Callable[..., BatchSpec], auditor: Auditor
 ) -> None:
     claim(1)
-    redis.lrem(demo(redis).key, 1, "b-0")
+    lose(redis, "b-0")
     redis.hset(Job.key_for("b-0"), "status", "failed")
     redis.expire(Job.key_for("b-0"), 1000)
     redis.zadd(demo(redis).failed_job_registry.key, {"b-0": time.time() + 1000})
     repaired(auditor)
-    assert demo(redis).job_ids == ["b-0"]
+    assert waiting_ids(redis) == ["b-0"]
     assert FailedJobRegistry(queue=demo(redis)).get_job_ids() == []
     assert redis.hget(Job.key_for("b-0"), "status") == b"queued"
     assert redis.ttl(Job.key_for("b-0")) == -1
@@ -114,11 +115,11 @@ def test_rows_without_jobs_are_read_again_from_the_source(
     """As after `rq empty`."""
     claim(7)
     assert finish(intake, folders, 2) == [0, 1]
-    demo(redis).empty()
+    forget(redis, *waiting_ids(redis))
     assert not list(redis.scan_iter("rq:job:b-*"))
     (done,) = repaired(auditor)
     assert done == "0 jobs put back, 5 read again from the source, 0 ended as errors"
-    assert demo(redis).job_ids == [f"b-{index}" for index in range(2, 7)]
+    assert waiting_ids(redis) == [f"b-{index}" for index in range(2, 7)]
     rows = intake.take(9)
     assert [(row.job.id, row.job.prompt, row.job.line) for row in rows] == [
         (f"id-{index}", f"prompt {index}", index + 1) for index in range(2, 7)
@@ -130,7 +131,7 @@ def test_rows_without_jobs_and_source_end_as_errors_that_say_so(
     redis: Redis, claim: Callable[..., BatchSpec], auditor: Auditor, folders: Folders, ledger: Ledger
 ) -> None:
     spec = claim(2)
-    demo(redis).empty()
+    forget(redis, *waiting_ids(redis))
     claimed.source(spec, folders).unlink()
     (done,) = repaired(auditor)
     assert done == "0 jobs put back, 0 read again from the source, 2 ended as errors"
@@ -146,7 +147,7 @@ def test_rows_are_lost_only_when_they_were_seen_lost_before(
     now = 100.0
     monkeypatch.setattr("contract.auditing.time.monotonic", lambda: now)
     claim(2)
-    redis.lrem(demo(redis).key, 1, "b-0")
+    lose(redis, "b-0")
     auditor = Auditor(ledger, folders)
     assert lost_rows(auditor) == []
     assert auditor.unsure
@@ -155,7 +156,7 @@ def test_rows_are_lost_only_when_they_were_seen_lost_before(
     redis.rpush(demo(redis).key, "b-0")  # it was on its way
     assert lost_rows(auditor) == []
     assert not auditor.unsure
-    redis.lrem(demo(redis).key, 1, "b-0")
+    lose(redis, "b-0")
     now += auditing.CONFIRM_S
     assert lost_rows(auditor) == []
     now += auditing.CONFIRM_S
@@ -168,7 +169,7 @@ def test_what_turns_up_before_the_repair_is_left_where_it_is(
 ) -> None:
     claim(1)
     target = demo(redis)
-    redis.delete(target.key)
+    lose(redis, "b-0")
     (finding,) = auditor.look()
     lists = {"waiting": target.key, "intermediate": target.intermediate_queue.key}
     sets = {"started": target.started_job_registry.key, "scheduled": target.scheduled_job_registry.key}
@@ -179,7 +180,7 @@ def test_what_turns_up_before_the_repair_is_left_where_it_is(
     else:
         redis.setbit(ledger.key("b", where), 0, 1)
     assert "0 jobs put back" in auditor.repair(finding)
-    assert redis.llen(target.key) == int(where == "waiting")
+    assert waiting_ids(redis) == (["b-0"] if where == "waiting" else [])
 
 
 def test_a_quick_look_passes_over_queues_whose_numbers_are_right(
@@ -189,7 +190,8 @@ def test_a_quick_look_passes_over_queues_whose_numbers_are_right(
     with monkeypatch.context() as watched:
         watched.setattr("contract.auditing.job_ids", lambda *_: pytest.fail("looked through the queue"))
         assert lost_rows(auditor) == []
-    redis.lset(demo(redis).key, 1, "stranger")
+    lose(redis, "b-1")
+    redis.rpush(demo(redis).key, "stranger")
     assert lost_rows(auditor, thorough=True) == [(1,)]
 
 
@@ -200,10 +202,10 @@ def test_many_rows_are_found_in_long_lists(
     claim(1234)
     gone = [0, 9, 10, 11, 500, 1233]
     for index in gone:
-        redis.lrem(demo(redis).key, 1, f"b-{index}")
+        lose(redis, f"b-{index}")
     assert lost_rows(auditor) == [tuple(gone)]
     repaired(auditor)
-    assert sorted(int(job_id[2:]) for job_id in demo(redis).job_ids) == list(range(1234))
+    assert sorted(int(job_id[2:]) for job_id in waiting_ids(redis)) == list(range(1234))
 
 
 def test_a_complete_batch_that_nobody_published_is_published(
@@ -288,11 +290,11 @@ def test_a_batch_restored_twice_by_two_who_look_at_once_is_queued_once(
     redis: Redis, claim: Callable[..., BatchSpec], ledger: Ledger, folders: Folders, auditor: Auditor, intake: Intake
 ) -> None:
     claim(4)
-    demo(redis).empty()
+    forget(redis, *waiting_ids(redis))
     other = Auditor(ledger, folders)
     (first,), (second,) = auditor.look(), other.look()
     auditor.repair(first)
     other.repair(second)
-    assert demo(redis).job_ids == ["b-0", "b-1", "b-2", "b-3"]
+    assert waiting_ids(redis) == ["b-0", "b-1", "b-2", "b-3"]
     assert finish(intake, folders) == [0, 1, 2, 3]
     assert sealing.seal("b", ledger, folders)

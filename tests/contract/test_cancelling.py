@@ -22,7 +22,7 @@ from contract.paths import Folders
 from contract.queues import enqueuing, queue
 from contract.segments import SegmentWriter
 from contract.settings import WorkerSettings
-from tests.conftest import batch_spec, completion_row, prompt_job
+from tests.conftest import batch_spec, completion_row, prompt_job, waiting_ids
 from worker.intake import Intake
 
 
@@ -63,7 +63,7 @@ def test_rows_that_wait_run_and_are_scheduled_end_at_once_and_what_is_done_is_pu
     ]
     assert [row.index for row in sealing.errors("b", ledger, folders)] == [0, 2, 3, 4, 5]
     target = queue(redis, "demo", "normal")
-    assert target.job_ids == ["other-0", "other-1"]
+    assert waiting_ids(redis) == ["other-0", "other-1"]
     assert ScheduledJobRegistry(queue=target).get_job_ids() == []
     assert not list(redis.scan_iter("rq:job:b-*"))
     assert not list(redis.scan_iter("rq:execution*"))
@@ -108,7 +108,7 @@ def test_the_first_mark_wins(
     counts = batch.counts
     assert (counts.done, counts.failed) == (int(first == "finish"), int(first == "fail"))
     assert counts.ended == 1
-    assert queue(redis, "demo", "normal").job_ids == []
+    assert waiting_ids(redis) == []
 
 
 def test_a_worker_that_finishes_at_the_same_time_and_a_canceller_end_every_row_once(
@@ -164,7 +164,7 @@ def test_the_submitting_of_a_cancelled_batch_stops_where_it_is(
     old = Cursor(offset=2, line=3, index=2)
     enqueue = enqueuing(queue(redis, "demo", "normal"), [prompt_job(batch, 2)])
     assert not ledger.advance(batch, old, Cursor(offset=3, line=4, index=3), [], enqueue, last=False)
-    assert queue(redis, "demo", "normal").job_ids == []
+    assert waiting_ids(redis) == []
 
 
 def test_a_batch_in_the_middle_of_a_long_queue_is_taken_out_and_the_others_keep_their_order(
@@ -177,7 +177,7 @@ def test_a_batch_in_the_middle_of_a_long_queue_is_taken_out_and_the_others_keep_
     wanted = [
         f"{batch}-{index}" for batch, count in (("before", 700), ("b-1", 700), ("after", 10)) for index in range(count)
     ]
-    assert queue(redis, "demo", "normal").job_ids == wanted
+    assert waiting_ids(redis) == wanted
 
 
 def test_a_chunk_under_way_is_not_queued_when_the_batch_is_cancelled_meanwhile(
@@ -191,7 +191,7 @@ def test_a_chunk_under_way_is_not_queued_when_the_batch_is_cancelled_meanwhile(
         assert cancel("b", Ledger(redis), folders).published
 
     assert not ledger.advance("b", Cursor(), end, [], cancelled_meanwhile, last=True)
-    assert queue(redis, "demo", "normal").job_ids == []
+    assert waiting_ids(redis) == []
     batch = ledger.get("b")
     assert batch is not None
     assert (batch.state, batch.counts.total) == (BatchState.DONE, 0)

@@ -24,7 +24,7 @@ from contract.segments import SegmentWriter
 from contract.settings import ProducerSettings, WorkerSettings
 from producer import report
 from producer.watcher import Watcher
-from tests.conftest import completion_row, failure_row
+from tests.conftest import completion_row, failure_row, waiting_ids
 from tests.producer.conftest import PRODUCER
 from worker.intake import Intake
 
@@ -476,17 +476,16 @@ def test_retry_by_code_by_id_and_of_all_batches(
     codes = {"a": ErrorCode.MODEL_ERROR, "b": ErrorCode.OUT_OF_MEMORY, "c": ErrorCode.MODEL_ERROR}
     settings = worker_settings(name="w")
     fail_in_worker(ledger, settings, folders, codes)
-    waiting = queue(redis, "demo", "normal")
     assert run("retry", first, "--id", "b").stdout == "1 row queued again\n"
-    assert waiting.job_ids == [f"{first}-1"]
+    assert waiting_ids(redis) == [f"{first}-1"]
     unknown = run("retry", first, "--id", "a", "--id", "zzz")
     assert unknown.exit_code == 2
     assert "no failed row to choose has the id 'zzz'" in unknown.stderr
-    assert waiting.job_ids == [f"{first}-1"]
+    assert waiting_ids(redis) == [f"{first}-1"]
     every = json.loads(run("retry", "--all", "--code", "model_error", "--json").stdout)
     assert every["queued"] == 4
     assert {one["batch"]: one["queued"] for one in every["batches"]} == {first: 2, second: 2}
-    assert sorted(waiting.job_ids) == sorted(
+    assert sorted(waiting_ids(redis)) == sorted(
         [f"{first}-1", *(f"{batch}-{row}" for batch in (first, second) for row in (0, 3))]
     )
     fail_in_worker(ledger, settings, folders, {})
@@ -529,7 +528,7 @@ def test_cancel_ends_what_waits_and_publishes_what_is_done(
     result = run("cancel", batch)
     assert result.exit_code == 0
     assert result.stdout == "2 rows cancelled; the batch stands at 1 done, 1 failed, 2 cancelled\n"
-    assert queue(redis, "demo", "normal").job_ids == [f"{batch}-1"]  # the fixture ended a row without its job
+    assert waiting_ids(redis) == [f"{batch}-1"]  # the fixture ended a row without its job
     assert len((folders.outputs / "own.jsonl").read_text().splitlines()) == 1
     assert [file.name for file in folders.processed.iterdir()] == ["own.jsonl"]
     again = run("cancel", batch)
@@ -587,7 +586,7 @@ def test_cancel_stops_a_submitter_that_waits_for_room(
         _, told = process.communicate(timeout=20)
     assert process.returncode == 1
     assert "0 done, 0 failed, 20 cancelled" in told
-    assert queue(redis, "demo", "normal").job_ids == []
+    assert waiting_ids(redis) == []
     found = ledger.get(batch.spec.batch)
     assert found is not None
     assert (found.state, found.counts.total, found.unread) == (BatchState.DONE, 20, True)

@@ -13,9 +13,9 @@ from redis import Redis
 from contract import auditing
 from contract.ledger import Ledger
 from contract.paths import Folders
-from contract.queues import queue
 from contract.settings import WorkerSettings
 from producer import doctor
+from tests.conftest import lose, waiting_ids
 from worker.intake import Intake
 
 Run = Callable[..., Result]
@@ -65,16 +65,15 @@ def test_what_can_be_repaired_is_told_first_and_repaired_when_asked_for(
 ) -> None:
     monkeypatch.setattr(doctor, "_workers", lambda _: iter(()))
     submit(3)
-    target = queue(redis, "demo", "normal")
-    redis.lrem(target.key, 1, "b-1")
+    lose(redis, "b-1")
     told = run("doctor")
     assert told.exit_code == 1
     assert told.stdout == "lost_rows  b: 1 row (1) stand in no queue and have not ended; --fix queues them again\n"
-    assert target.job_ids == ["b-0", "b-2"]
+    assert waiting_ids(redis) == ["b-0", "b-2"]
     fixed = run("doctor", "--fix")
     assert fixed.exit_code == 0
     assert "fixed: 1 jobs put back" in fixed.stdout
-    assert target.job_ids == ["b-1", "b-0", "b-2"]
+    assert waiting_ids(redis) == ["b-1", "b-0", "b-2"]
     assert findings(run) == []
 
 

@@ -23,7 +23,7 @@ from contract.paths import Folders
 from contract.queues import job_ids, queue, standing
 from contract.segments import SegmentWriter
 from contract.settings import WorkerSettings
-from tests.conftest import completion_row
+from tests.conftest import completion_row, forget, lose, waiting_ids
 from worker.intake import Intake
 from worker.reconciler import Reconciler
 
@@ -74,14 +74,6 @@ def reconciler(
     return lambda name: Reconciler(redis, ledger, worker_settings(scan_s=10.0), name)
 
 
-def lose(redis: Redis, job_id: str) -> None:
-    assert redis.lrem(queue(redis, "demo", "normal").key, 1, job_id) == 1
-
-
-def waiting(redis: Redis) -> list[str]:
-    return queue(redis, "demo", "normal").job_ids
-
-
 def test_only_the_leader_audits(
     redis: Redis, submit: Callable[..., str], reconciler: Callable[[str], Reconciler]
 ) -> None:
@@ -90,9 +82,9 @@ def test_only_the_leader_audits(
     first.run()
     lose(redis, "b-0")
     second.run()
-    assert waiting(redis) == ["b-1"]
+    assert waiting_ids(redis) == ["b-1"]
     first.run()
-    assert waiting(redis) == ["b-0", "b-1"]
+    assert waiting_ids(redis) == ["b-0", "b-1"]
 
 
 def test_a_prompt_that_has_not_ended_stands_where_the_audit_looks_whatever_a_worker_does_with_it(
@@ -142,7 +134,7 @@ def test_the_lock_of_a_killed_leader_runs_out(
         finally:
             process.send_signal(signal.SIGKILL)
     lose(redis, "b-0")
-    wait_until(lambda: follower.run() or waiting(redis) == ["b-0", "b-1"])
+    wait_until(lambda: follower.run() or waiting_ids(redis) == ["b-0", "b-1"])
 
 
 def test_a_leader_that_stood_still_does_not_lead_beside_its_follower(
@@ -181,7 +173,7 @@ def test_what_is_found_is_repaired_and_logged_and_what_is_for_a_person_is_logged
         ("found; it is for a person to repair", "unreadable_claim", str(odd)),
         ("found and repaired", "orphan_segments", str(folders.segments / "nobody")),
     ]
-    assert waiting(redis) == ["b-1", "b-0"]
+    assert waiting_ids(redis) == ["b-1", "b-0"]
 
 
 def segment(folders: Folders, batch: str) -> None:
@@ -195,14 +187,14 @@ def test_a_repair_that_fails_does_not_keep_the_others_from_being_made(
     redis: Redis, folders: Folders, submit: Callable[..., str], reconciler: Callable[[str], Reconciler]
 ) -> None:
     submit(1)
-    redis.delete(queue(redis, "demo", "normal").key)
+    lose(redis, "b-0")
     for batch in ("nobody", "neither"):
         segment(folders, batch)
     folders.orphans.write_text("a file where the folder should be")
     one = reconciler("w")
     with structlog.testing.capture_logs() as events:
         one.run()
-    assert waiting(redis) == ["b-0"]
+    assert waiting_ids(redis) == ["b-0"]
     failed = [event for event in events if "will be tried again" in event["event"]]
     assert [Path(event["where"]).name for event in failed] == ["neither", "nobody"]
 
@@ -240,7 +232,7 @@ def test_an_emptied_queue_is_filled_again_by_a_worker_that_lives(
     """With the real heartbeat and maintenance threads, and after `rq empty` by hand."""
     monkeypatch.setattr(auditing, "CONFIRM_S", 0.1)
     batch = claim(5).batch
-    queue(redis, "demo", "normal").empty()
+    forget(redis, *waiting_ids(redis))
     with Intake(redis, ledger, worker_settings(name="w")) as intake:
         taken: dict[int, Any] = {}
         wait_until(lambda: taken.update({row.index: row for row in intake.take(8)}) or len(taken) == 5)
