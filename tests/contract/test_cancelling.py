@@ -46,8 +46,8 @@ def test_rows_that_wait_run_and_are_scheduled_end_at_once_and_what_is_done_is_pu
     redis: Redis, ledger: Ledger, folders: Folders, submit: Callable[..., str], intake: Intake
 ) -> None:
     submit(6)
-    submit(2, batch="other")
     first, second, third, fourth = intake.take(4)
+    submit(2, batch="other")
     finish(intake, [second], folders)
     intake.retry(third, PromptFailure(ErrorCode.MODEL_ERROR, "again"))
     ended = cancel("b", ledger, folders)
