@@ -53,6 +53,8 @@ CONFIRM_S = 3.0
 """A row must be found lost again after this long: it may be between two places in a call of RQ that is no one step."""
 CLAIM_IDLE_S = 10.0
 """A younger claim may be on its way to the ledger."""
+CANCEL_IDLE_S = 10.0
+"""Whoever began to cancel a batch is given so long to do it alone."""
 ORPHAN_IDLE_S = 3600.0
 """Segments that somebody wrote to a while ago may belong to somebody."""
 AT_A_TIME = 10_000
@@ -110,7 +112,10 @@ class Auditor:
     # Looking
 
     def _cancelled(self, batches: Sequence[Batch]) -> Iterator[Finding]:
+        now = self._ledger.now()
         for batch in filter(cancelling.unfinished, batches):
+            if now - (batch.cancelled_at or 0.0) < CANCEL_IDLE_S:
+                continue
             left = batch.counts.submitted - batch.counts.ended
             yield Finding("unfinished_cancel", batch.spec.batch, f"cancelled, but {left} rows are left", "cancels them")
 

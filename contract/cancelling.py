@@ -5,7 +5,7 @@ row is marked, its job deleted, its place in the queue and its lease taken away;
 its next heartbeat, or at the fence. Its error row, code `cancelled`, is on the disk before, as every row is.
 
 That a whole batch is cancelled is written down first. From then on nothing more of its source is submitted, and if we
-die on the way, every worker's maintenance goes on.
+die on the way, the audit goes on.
 """
 
 from __future__ import annotations
@@ -70,12 +70,6 @@ def cancel_rows(batch: str, ids: Collection[str], ledger: Ledger, folders: Folde
     if count:
         logs.get(batch=batch).info("rows cancelled", rows=count)
     return Cancelled(count, sorted(unknown), sealing.seal(batch, ledger, folders))
-
-
-def cancel_rest(ledger: Ledger, folders: Folders) -> int:
-    """Go on with cancelled batches of which rows are left, because whoever cancelled them died; returns the rows."""
-    left = [batch for batch in ledger.get_many(ledger.open_batches()) if unfinished(batch)]
-    return sum(cancel(batch.spec.batch, ledger, folders).rows for batch in left)
 
 
 def unfinished(batch: Batch) -> bool:

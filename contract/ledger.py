@@ -142,6 +142,11 @@ class Ledger:
         """A lease of `LOCK_S` seconds on one kind of work on a batch; extend it with `reacquire()`."""
         return cast(Lock, self.redis.lock(self.key(batch, f"lock:{purpose}"), timeout=LOCK_S, blocking=False))
 
+    def now(self) -> float:
+        """The server's time in seconds since the epoch."""
+        seconds, micros = self.redis.time()
+        return seconds + micros / 1e6
+
     def leadership(self, seconds: float) -> Lock:
         """A lease on looking after all batches, for one worker at a time; a dead one's runs out after `seconds`."""
         return cast(Lock, self.redis.lock(f"{PREFIX}:lock:audit", timeout=seconds, blocking=False, thread_local=False))
@@ -248,7 +253,7 @@ class Ledger:
         What was submitted is all there is from now on; those rows are still to be ended, one by one.
         """
         keys = [self.key(batch), self.key(batch, "cursor")]
-        return bool(self._stop(keys=keys, args=[time.time()]))
+        return bool(self._stop(keys=keys))
 
     # Rows
 
@@ -328,11 +333,12 @@ redis.call('SETBIT', KEYS[tonumber(ARGV[2])], ARGV[1], 1)
 return 1
 """
 
-# KEYS the batch's hash and cursor; ARGV the time.
+# KEYS the batch's hash and cursor.
 _STOP = """
 local state = redis.call('HGET', KEYS[1], 'state')
 if not state or state == 'done' then return 0 end
-redis.call('HSETNX', KEYS[1], 'cancelled_at', ARGV[1])
+local clock = redis.call('TIME')
+redis.call('HSETNX', KEYS[1], 'cancelled_at', clock[1] + clock[2] / 1e6)
 if redis.call('HEXISTS', KEYS[1], 'total') == 0 then
     local cursor = redis.call('GET', KEYS[2])
     redis.call('HSET', KEYS[1], 'state', 'running', 'unread', 1, 'total', cursor and cjson.decode(cursor).index or 0)

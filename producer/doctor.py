@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
-from redis import Redis
 
 from contract import queues, server
 from contract.auditing import CONFIRM_S, Auditor, Finding
@@ -51,14 +50,13 @@ def examine(settings: ProducerSettings, fix: bool) -> Iterator[Diagnosis]:
     yield from broken
     yield from _disk(folders)
     try:
-        redis = server.open_redis(settings)
+        ledger = Ledger(server.open_redis(settings))
     except (ServerError, OSError) as error:
         yield Diagnosis(
             kind="server", where=settings.redis_url or str(folders.redis), what=str(error), remedy="do as it says"
         )
         return
-    yield from _clock(redis)
-    ledger = Ledger(redis)
+    yield from _clock(ledger)
     yield from _workers(ledger)
     if not broken:
         yield from _audit(ledger, folders, fix)
@@ -94,10 +92,9 @@ def _disk(folders: Folders) -> Iterator[Diagnosis]:
             yield Diagnosis(kind="disk", where=str(folder), what=what, remedy="make room: workers stop when it is full")
 
 
-def _clock(redis: Redis) -> Iterator[Diagnosis]:
+def _clock(ledger: Ledger) -> Iterator[Diagnosis]:
     before = time.time()
-    seconds, micros = redis.time()
-    skew = seconds + micros / 1e6 - (before + time.time()) / 2
+    skew = ledger.now() - (before + time.time()) / 2
     if abs(skew) > LARGEST_SKEW_S:
         what = f"the server's clock is {abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} this machine's"
         yield Diagnosis(kind="clock", where="server", what=what, remedy="let both keep time by NTP")

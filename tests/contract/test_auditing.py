@@ -221,10 +221,12 @@ def test_a_complete_batch_that_nobody_published_is_published(
 
 
 def test_a_cancelling_that_died_is_carried_on(
-    ledger: Ledger, claim: Callable[..., BatchSpec], auditor: Auditor, folders: Folders
+    ledger: Ledger, claim: Callable[..., BatchSpec], auditor: Auditor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     claim(2)
     assert ledger.stop("b")
+    assert auditor.look(thorough=True) == []  # whoever began is at it
+    monkeypatch.setattr(auditing, "CANCEL_IDLE_S", 0.0)
     assert kinds(auditor.look(thorough=True)) == [("unfinished_cancel", "b")]
     assert repaired(auditor) == ["2 rows cancelled"]
     assert ledger.bitmap("b", Mark.CANCELLED)

@@ -14,7 +14,7 @@ from rq.job import Job
 from rq.registry import ScheduledJobRegistry
 
 from contract import sealing
-from contract.cancelling import cancel, cancel_rest, cancel_rows
+from contract.cancelling import cancel, cancel_rows, unfinished
 from contract.errors import PromptFailure
 from contract.jobs import ErrorCode
 from contract.ledger import BatchState, Counts, Cursor, Ledger
@@ -240,8 +240,10 @@ def test_a_cancelling_that_died_is_finished_by_whoever_looks(
         dying.setattr("contract.cancelling.withdraw", dies)
         with pytest.raises(Crash):
             cancel("b", ledger, folders)
-    assert cancel_rest(ledger, folders) == 3
-    assert cancel_rest(ledger, folders) == 0
+    found = ledger.get("b")
+    assert found is not None
+    assert unfinished(found)
+    assert cancel("b", ledger, folders).rows == 3
     assert [row["id"] for row in published(folders, "b.errors.jsonl")] == ["id-0", "id-1", "id-2"]
 
 
@@ -253,7 +255,9 @@ def test_failed_rows_of_a_cancelled_batch_can_be_retried_and_cancelled_ones_stay
     intake.fail(row, PromptFailure(ErrorCode.MODEL_ERROR, "it failed"))
     cancel("b", ledger, folders)
     assert sealing.retry("b", None, ledger, folders, redis) == 1
-    assert cancel_rest(ledger, folders) == 0
+    found = ledger.get("b")
+    assert found is not None
+    assert not unfinished(found)
     assert finish(intake, intake.take(3), folders) == 1
     assert sealing.seal("b", ledger, folders)
     assert [row["id"] for row in published(folders, "b.jsonl")] == ["id-0"]

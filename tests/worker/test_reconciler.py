@@ -71,6 +71,7 @@ def reconciler(
 ) -> Callable[[str], Reconciler]:
     """Make reconcilers that believe what they see at once."""
     monkeypatch.setattr(auditing, "CONFIRM_S", 0.0)
+    monkeypatch.setattr(auditing, "CANCEL_IDLE_S", 0.0)
     return lambda name: Reconciler(redis, ledger, worker_settings(scan_s=10.0), name)
 
 
