@@ -141,8 +141,9 @@ class Auditor:
         for (model, priority), group in by_queue.items():
             target = queue(self._ledger.redis, model, priority)
             outstanding = sum(batch.counts.submitted - batch.counts.ended for batch in group)
-            if thorough or standing(self._ledger.redis, target) < outstanding:
-                found += self._nowhere(group, job_ids(self._ledger.redis, target))
+            names = [batch.spec.batch for batch in group]
+            if thorough or standing(self._ledger.redis, target, names) < outstanding:
+                found += self._nowhere(group, job_ids(self._ledger.redis, target, names))
         return found
 
     def _nowhere(self, batches: Sequence[Batch], ids: Iterable[str]) -> Iterator[tuple[str, list[int]]]:

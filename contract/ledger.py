@@ -6,7 +6,8 @@ step is repeated after a crash. The first mark wins: a row that has ended stays 
 
     dllm:batches                     sorted set of batch ids by creation time
     dllm:open                        set of the batch ids that are not published yet
-    dllm:batch:{id}                  hash: spec (JSON), state, total, finished_at; cancelled_at, unread when cancelled
+    dllm:batch:{id}                  hash: spec (JSON), state, total, finished_at, hours (JSON) where it has any;
+                                     cancelled_at, unread when cancelled
     dllm:batch:{id}:cursor           JSON Cursor: how far the source has been submitted
     dllm:batch:{id}:done, :failed, :cancelled   bitmaps by row index; a row has a bit in one of them at most
     dllm:batch:{id}:starts           hash index -> starts that never ended, that is, crashes survived
@@ -27,6 +28,7 @@ from redis import Redis, WatchError
 from redis.client import Pipeline
 from redis.lock import Lock
 
+from contract.hours import Hours
 from contract.jobs import Priority
 from contract.sampling import SamplingParams
 
@@ -57,7 +59,7 @@ class BatchSpec(BaseModel):
     """What was asked for; written once, at creation.
 
     `source` is the file's name as the user knows it; `output` the stem of the published files, owned by this batch
-    alone; `params` what rows get that do not say otherwise.
+    alone; `params` what rows get that do not say otherwise; `hours` when it may run, None for always.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -71,6 +73,7 @@ class BatchSpec(BaseModel):
     priority: Priority
     params: SamplingParams
     created_at: float
+    hours: Hours | None = None
 
 
 class Cursor(BaseModel):
@@ -156,7 +159,8 @@ class Ledger:
     def create(self, spec: BatchSpec) -> bool:
         """Record a new batch; False when its id is known already (then nothing changes)."""
         keys = [self.key(spec.batch), f"{PREFIX}:batches", f"{PREFIX}:open"]
-        return bool(self._create(keys=keys, args=[spec.batch, spec.model_dump_json(), spec.created_at]))
+        hours = spec.hours.model_dump_json() if spec.hours else ""
+        return bool(self._create(keys=keys, args=[spec.batch, spec.model_dump_json(), spec.created_at, hours]))
 
     def reserve_output(self, batch: str, name: str) -> bool:
         """Make `name` this batch's output name; False when another batch owns it."""
@@ -317,6 +321,7 @@ class Ledger:
 _CREATE = """
 if redis.call('HSETNX', KEYS[1], 'spec', ARGV[2]) == 0 then return 0 end
 redis.call('HSET', KEYS[1], 'state', 'submitting')
+if ARGV[4] ~= '' then redis.call('HSET', KEYS[1], 'hours', ARGV[4]) end
 redis.call('ZADD', KEYS[2], ARGV[3], ARGV[1])
 redis.call('SADD', KEYS[3], ARGV[1])
 return 1

@@ -3,9 +3,12 @@
 The only module outside the worker that makes anything of rq. One prompt is one RQ job; the serializer is JSON, never
 pickle: whoever can write to Redis must not thereby be able to run code in a worker.
 
+Jobs that are queued here wait in the backlog of their batch (`contract.turns`), not in RQ's list of the queue.
+
 Seams of RQ 3.0 that this module stands on (held by tests/contract/test_queues.py): a job is a hash of
 `Job.to_dict()`, its queue a list of ids; the names of a queue's keys and of an execution's; `Retry(interval=0)` makes
-RQ's clean-up of an abandoned job put it back on its queue inside one transaction; `FailedJobRegistry.add(pipeline=…)`.
+RQ's clean-up of an abandoned job put it back on its queue inside one transaction; `FailedJobRegistry.remove`,
+`Queue._prepare_for_queue` and `_persist_job`.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ from rq.job import Job, JobStatus
 from rq.registry import FailedJobRegistry
 from rq.serializers import JSONSerializer
 
+from contract import turns
 from contract.jobs import PRIORITIES, Priority, PromptJob
+from contract.ledger import Ledger
 
 TASK = "worker.tasks.denoise"
 RETRIES = 1_000_000
@@ -94,41 +99,58 @@ def workers(redis: Redis) -> list[WorkerInfo]:
 
 def depths(redis: Redis, model: str) -> dict[Priority, int]:
     """Prompts that wait in each of the model's queues, the most urgent first."""
-    with redis.pipeline(transaction=False) as pipe:
-        for target in queues(redis, model):
-            pipe.llen(target.key)
-        return dict(zip(PRIORITIES, pipe.execute(), strict=True))
+    found = turns.depths(redis, [(target.name, target.key) for target in queues(redis, model)])
+    return dict(zip(PRIORITIES, found, strict=True))
 
 
 def enqueuing(target: Queue, jobs: Sequence[PromptJob]) -> Callable[[Pipeline], None]:
-    """A function that queues all of `jobs` on a pipeline, for `Ledger.advance`.
+    """A function that queues all of `jobs`, which are of one batch, on a pipeline, for `Ledger.advance`.
 
-    Redis ends up with what `Queue.enqueue_many` would write, empty fields left out. That makes an object and sends
-    some fifty words for each job, which is most of the time a large file takes; here the server lays each job over a
-    template that is sent once.
+    Redis ends up with the jobs that `Queue.enqueue_many` would write, empty fields left out. That makes an object and
+    sends some fifty words for each job, which is most of the time a large file takes; here the server lays each job
+    over a template that is sent once.
     """
     if not jobs:
         return lambda pipe: None
-    template = _template(target)
+    batch, template = jobs[0].batch, _template(target)
+    assert all(job.batch == batch for job in jobs)
     rows = [word for job in jobs for word in (job.job_id, f"{job.batch} row {job.index}", _data(job))]
 
     def enqueue(pipe: Pipeline) -> None:
         pipe.sadd(Queue.redis_queues_keys, target.key)
-        pipe.eval(_ENQUEUE, 1, target.key, Job.redis_job_namespace_prefix, len(template), *template, *rows)
+        keys = _keys(target, batch)
+        pipe.eval(_ENQUEUE, len(keys), *keys, batch, Job.redis_job_namespace_prefix, len(template), *template, *rows)
 
     return enqueue
 
 
-# KEYS the queue's list; ARGV prefix of job keys, number of template words, the template's names and values, then id,
-# description and data of each job.
-_ENQUEUE = """
-local first = 3 + tonumber(ARGV[2])
+def _keys(target: Queue, batch: str) -> list[str]:
+    return [turns.backlog(batch), turns.turns(target.name), turns.hours(target.name), Ledger.key(batch)]
+
+
+# KEYS backlog, turns, hours, the batch's record; ARGV the batch, prefix of job keys, number of template words, the
+# template's names and values, then id, description and data of each job.
+_ENQUEUE = (
+    turns.JOIN
+    + """
+local first = 4 + tonumber(ARGV[3])
 for row = first, #ARGV, 3 do
-    redis.call('HSET', ARGV[1] .. ARGV[row], 'description', ARGV[row + 1], 'data', ARGV[row + 2],
-        unpack(ARGV, 3, first - 1))
+    redis.call('HSET', ARGV[2] .. ARGV[row], 'description', ARGV[row + 1], 'data', ARGV[row + 2],
+        unpack(ARGV, 4, first - 1))
     redis.call('RPUSH', KEYS[1], ARGV[row])
 end
+join(KEYS[2], KEYS[3], ARGV[1], KEYS[4])
 """
+)
+
+# KEYS as above; ARGV the batch, then ids of jobs.
+_STAND = (
+    turns.JOIN
+    + """
+redis.call('RPUSH', KEYS[1], unpack(ARGV, 2))
+join(KEYS[2], KEYS[3], ARGV[1], KEYS[4])
+"""
+)
 
 
 def _template(target: Queue) -> list[Any]:
@@ -155,7 +177,7 @@ def _prompt(data: Any) -> PromptJob | None:
 
 
 class Places(NamedTuple):
-    """The keys between which a queue's jobs that have not ended move, and those a script needs to move them.
+    """The keys between which the jobs of some batches of a queue move until they end, and those to move them by.
 
     Ids stand in `lists`; in the sorted sets `sets` they stand alone or before a colon. This is the one list of such
     places: who looks for a job, or takes it out of the queue, looks through all of them.
@@ -163,15 +185,13 @@ class Places(NamedTuple):
 
     lists: tuple[str, ...]
     sets: tuple[str, ...]
-    waiting: str
     failed: str
 
     @classmethod
-    def of(cls, target: Queue) -> Places:
+    def of(cls, target: Queue, batches: Iterable[str]) -> Places:
         return cls(
-            lists=(target.key, target.intermediate_queue.key),
+            lists=(target.key, target.intermediate_queue.key, *map(turns.backlog, batches)),
             sets=(target.started_job_registry.key, target.scheduled_job_registry.key),
-            waiting=target.key,
             failed=target.failed_job_registry.key,
         )
 
@@ -180,9 +200,9 @@ class Places(NamedTuple):
         return [*self.lists, *self.sets]
 
 
-def standing(redis: Redis, target: Queue) -> int:
-    """How many jobs stand in the queue's places at this moment."""
-    places = Places.of(target)
+def standing(redis: Redis, target: Queue, batches: Sequence[str]) -> int:
+    """How many jobs stand in the queue's places at this moment, backlogs of `batches` included."""
+    places = Places.of(target, batches)
     with redis.pipeline(transaction=True) as pipe:
         for key in places.lists:
             pipe.llen(key)
@@ -191,13 +211,13 @@ def standing(redis: Redis, target: Queue) -> int:
         return sum(pipe.execute())
 
 
-def job_ids(redis: Redis, target: Queue) -> Iterator[str]:
-    """The id of every job that stands in the queue's places, some maybe twice, with little memory.
+def job_ids(redis: Redis, target: Queue, batches: Sequence[str]) -> Iterator[str]:
+    """The id of every job of `batches` that stands in the queue's places, some maybe twice, with little memory.
 
     Jobs move while this goes on, and one may pass unseen from a place not looked at yet to one that was. None is
     missed that stays where it is: lists are read from their ends, because they are emptied at their fronts.
     """
-    places = Places.of(target)
+    places = Places.of(target, batches)
     for key in places.lists:
         end = -1
         while found := cast("list[bytes]", redis.lrange(key, end - SCAN + 1, end)):
@@ -222,7 +242,7 @@ def withdraw(redis: Redis, target: Queue, batch: str, ledger_keys: Sequence[str]
     `ledger_keys` are the batch's bitmaps in the order of `Mark`, and its starts. Jobs are deleted and leases ended, so
     that whoever runs such a row can end it no more. All of it is one step.
     """
-    places = Places.of(target)
+    places = Places.of(target, [batch])
     patterns = [Job.key_for("%s"), Execution("%s", "%s", redis).key, ExecutionRegistry("%s", redis).key]
     keys = [*ledger_keys, *places.keys]
     words = [batch, len(places.lists), *patterns, *rows]
@@ -232,12 +252,12 @@ def withdraw(redis: Redis, target: Queue, batch: str, ledger_keys: Sequence[str]
 def restore(
     redis: Redis, target: Queue, batch: str, bitmaps: Sequence[str], rows: Sequence[int], jobs: Sequence[PromptJob] = ()
 ) -> int:
-    """Put `rows` and `jobs` of a batch at the front of the queue if they have not ended and stand nowhere; how many.
+    """Put `rows` and `jobs` at the front of their batch's backlog if they have not ended and stand nowhere; how many.
 
     `rows` are those whose jobs are there and only lost their place; `jobs` are written anew.
     """
-    places, template = Places.of(target), _template(target)
-    keys = [*bitmaps, places.waiting, places.failed, *places.keys]
+    places, template = Places.of(target, [batch]), _template(target)
+    keys = [*bitmaps, places.failed, *_keys(target, batch), *places.keys]
     words: list[Any] = [word for index in rows for word in (index, "", "")]
     words += [word for job in jobs for word in (job.index, f"{job.batch} row {job.index}", _data(job))]
     fixed = [batch, len(places.lists), Job.key_for("%s"), len(template), *template]
@@ -286,17 +306,20 @@ end
 return count
 """
 
-# KEYS the bitmap of each mark, the list to put them into, the failed jobs, lists, sorted sets. ARGV batch, number of
-# lists, pattern of the key job, number of template words, the template; then index, description and data of each row.
-_RESTORE = """
+# KEYS the bitmap of each mark, the failed jobs, backlog, turns, hours, the batch's record, lists, sorted sets. ARGV the
+# batch, number of lists, pattern of the key job, number of template words, the template; then index, description and
+# data of each row.
+_RESTORE = (
+    turns.JOIN
+    + """
 local nowhere, count, first = {}, 0, 5 + ARGV[4]
 for row = first, #ARGV, 3 do nowhere[ARGV[1] .. '-' .. ARGV[row]] = true end
-for place = 6, 5 + ARGV[2] do
+for place = 9, 8 + ARGV[2] do
     for start = 0, redis.call('LLEN', KEYS[place]) - 1, 1000 do
         for _, id in ipairs(redis.call('LRANGE', KEYS[place], start, start + 999)) do nowhere[id] = nil end
     end
 end
-for place = 6 + ARGV[2], #KEYS do
+for place = 9 + ARGV[2], #KEYS do
     for _, member in ipairs(redis.call('ZRANGE', KEYS[place], 0, -1)) do
         nowhere[string.match(member, '^[^:]*')] = nil
     end
@@ -314,13 +337,15 @@ for row = #ARGV - 2, first, -3 do
         end
         redis.call('HSET', job, 'status', 'queued')
         redis.call('PERSIST', job)
-        redis.call('ZREM', KEYS[5], id)
-        redis.call('LPUSH', KEYS[4], id)
+        redis.call('ZREM', KEYS[4], id)
+        redis.call('LPUSH', KEYS[5], id)
         count = count + 1
     end
 end
+if count > 0 then join(KEYS[6], KEYS[7], ARGV[1], KEYS[8]) end
 return count
 """
+)
 
 
 def failed_jobs(redis: Redis, target: Queue, batch: str, indices: Sequence[int]) -> list[int]:
@@ -336,7 +361,7 @@ def failed_jobs(redis: Redis, target: Queue, batch: str, indices: Sequence[int])
 
 
 def requeuing(redis: Redis, target: Queue, job_ids: Iterable[str]) -> Callable[[Pipeline], None]:
-    """A function that moves failed jobs back to their queue on a pipeline, with their attempts forgotten."""
+    """A function that queues failed jobs, all of one batch, again on a pipeline, with their attempts forgotten."""
     found = [job for job in Job.fetch_many(list(job_ids), redis, serializer=JSONSerializer) if job]
     failed = FailedJobRegistry(queue=target)
 
@@ -347,6 +372,11 @@ def requeuing(redis: Redis, target: Queue, job_ids: Iterable[str]) -> Callable[[
             # Saving leaves out what is empty, so the old values and the failed job's expiry have to be taken away.
             pipe.hdel(job.key, "meta", "exc_info")
             pipe.persist(job.key)
-            target._enqueue_job(job, pipeline=pipe)
+            target._prepare_for_queue(job)
+            target._persist_job(job, pipe)
+        if found:
+            batch = found[0].id.rpartition("-")[0]
+            keys = _keys(target, batch)
+            pipe.eval(_STAND, len(keys), *keys, batch, *(job.id for job in found))
 
     return requeue

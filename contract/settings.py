@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -16,6 +18,7 @@ import yaml
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
+from contract import hours
 from contract.errors import BadPrompt, SettingsError, nearest
 from contract.paths import Folders
 from contract.sampling import SamplingParams, parse_params
@@ -70,6 +73,10 @@ class ProducerSettings(Settings):
     file_name: ClassVar[str] = "producer.yaml"
 
     priority: Literal["high", "normal", "low"] = Field("normal", description="queue that a batch goes to")
+    not_before: str | None = Field(
+        None, description="a batch runs from then on: 22:00 (the next one), 2026-12-03T22:00 or +2h30m, local time"
+    )
+    window: str | None = Field(None, description="a batch runs only at these hours of the day, such as 22:00-06:00")
     params: Annotated[SamplingParams, NoDecode] = Field(
         SamplingParams(), description="sampling parameters for rows that do not set them; in the environment as JSON"
     )
@@ -83,6 +90,24 @@ class ProducerSettings(Settings):
     max_queued: Count = Field(10_000, description="prompts of one batch that stand in Redis at a time")
     max_queued_mb: Count = Field(64, description="the same in megabytes of prompt text")
     max_line_mb: Count = Field(16, description="a longer input line is an error row")
+
+    @field_validator("not_before", mode="before")
+    @classmethod
+    def _moment(cls, value: Any) -> Any:
+        """YAML takes an unquoted 22:00 for a number of sixties, and dates for dates."""
+        if type(value) is int and 0 <= value < 24 * 60:
+            value = f"{value // 60}:{value % 60:02}"
+        text = value.isoformat() if isinstance(value, date) else value
+        if text is not None:
+            hours.moment(str(text), time.time())
+        return text
+
+    @field_validator("window", mode="before")
+    @classmethod
+    def _window(cls, value: Any) -> Any:
+        if value is not None:
+            hours.clock_window(str(value))
+        return value
 
     @field_validator("params", mode="before")
     @classmethod

@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from contract import claimed, logs
 from contract.claimed import MANIFEST, idle_s
 from contract.errors import DllmError, UsageError
+from contract.hours import Hours
 from contract.ledger import Batch, BatchSpec, BatchState, Ledger
 from contract.paths import Folders, publish
 from contract.settings import ProducerSettings
@@ -138,6 +139,7 @@ class Claims:
     def _plan(self, file: Path, name: str | None) -> BatchSpec:
         stem = name or file.stem
         batch = f"{slug(stem)}-{secrets.token_hex(4)}"
+        now = time.time()
         return BatchSpec(
             batch=batch,
             source=file.name,
@@ -147,7 +149,8 @@ class Claims:
             model=self.settings.queue_model,
             priority=self.settings.priority,
             params=self.settings.params,
-            created_at=time.time(),
+            created_at=now,
+            hours=Hours.of(self.settings.not_before, self.settings.window, now),
         )
 
     def _read_manifest(self, folder: Path) -> BatchSpec | None:

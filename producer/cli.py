@@ -24,6 +24,7 @@ from rich.progress import Progress as Bar
 
 from contract import cancelling, logs, paths, queues, sealing, server
 from contract.errors import BadPrompt, DllmError, UsageError, nearest
+from contract.hours import closed_until
 from contract.jobs import PRIORITIES, ErrorCode, ErrorRow
 from contract.ledger import Batch, BatchSpec, BatchState, Cursor, Ledger
 from contract.paths import Folders
@@ -91,6 +92,12 @@ def submit_command(
     name: Annotated[str | None, typer.Option("--name", help="Name of the output files [that of FILE]")] = None,
     priority: Annotated[str | None, typer.Option("--priority", help="high, normal or low")] = None,
     model: Annotated[str | None, typer.Option("--model", help="Name under models/, or path of a checkpoint")] = None,
+    not_before: Annotated[
+        str | None, typer.Option("--not-before", help="Run from then on: 22:00, 2026-12-03T22:00 or +2h30m")
+    ] = None,
+    window: Annotated[
+        str | None, typer.Option("--window", help="Run at these hours of the day only, such as 22:00-06:00")
+    ] = None,
     wait_: Annotated[bool, typer.Option("--wait", help="Wait until the outputs are published")] = False,
     max_new_tokens: Annotated[int | None, typer.Option(help="Longest output")] = None,
     denoise_steps: Annotated[int | None, typer.Option(help="Denoise steps, for rule fixed_steps")] = None,
@@ -134,6 +141,7 @@ def submit_command(
     with _errors(debug), Stop() as stop:
         _check_inputs(files, name, priority)
         flags = {"root": root, "redis_url": redis_url, "model": model, "priority": priority}
+        flags |= {"not_before": not_before, "window": window}
         session = Session.open(flags, quiet=True, sampling=sampling)
         specs = [spec for file in files if not stop() and (spec := _submit_file(file, name, session, stop))]
         session.tell_if_no_worker()
@@ -158,7 +166,7 @@ def status(
         if batch is None:
             shown = report.system(session.ledger, session.folders, session.settings.queue_model)
         else:
-            shown = report.batch_report(report.find(batch, session.ledger), session.folders)
+            shown = report.batch_reports([report.find(batch, session.ledger)], session.ledger, session.folders)[0]
         if as_json:
             display.answer(shown.model_dump_json(indent=2))
         elif isinstance(shown, report.SystemReport):
@@ -275,7 +283,7 @@ def cancel_command(
             ended = cancelling.cancel_rows(batch, id_, session.ledger, session.folders)
         else:
             ended = cancelling.cancel(batch, session.ledger, session.folders)
-        after = report.batch_report(report.find(batch, session.ledger), session.folders)
+        after = report.batch_reports([report.find(batch, session.ledger)], session.ledger, session.folders)[0]
         if as_json:
             document = {"batch": batch, "cancelled": ended.rows, "unknown": ended.unknown}
             display.answer(json.dumps({**document, "status": after.model_dump(mode="json")}, indent=2))
@@ -411,6 +419,8 @@ def _submit_file(file: Path, name: str | None, session: Session, stop: Stop) -> 
     claims = Claims(session.settings, session.ledger)
     spec = _claim(file, name, session, claims)
     display.answer(spec.batch)
+    if spec.hours and (opens := closed_until(session.ledger.redis, [spec.hours])[0]):
+        display.say(f"{spec.batch} waits until {display.moment(opens)}")
     size = claims.source(spec).stat().st_size
     with display.reading_bar() as bar:
         meter = _Meter(bar, file.name, size, session)

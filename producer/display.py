@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ from producer.report import BatchReport, SystemReport
 LONGEST_CELL = 60
 PAGE = 1_000
 """Rows of a table that may be long; what is longer is several tables."""
+SOON_S = 20 * 3600.0
+"""A clock time this near is told without its date."""
 
 
 def safe(text: str) -> str:
@@ -74,6 +77,11 @@ def duration(seconds: float | None) -> str:
     return f"{minutes // 60}h {minutes % 60:02}m" if minutes >= 60 else f"{seconds // 60:.0f}m {seconds % 60:02.0f}s"
 
 
+def moment(at: float) -> str:
+    """A moment of the next hours as `22:00`, any other as `2026-12-03 22:00`; local time."""
+    return time.strftime("%H:%M" if abs(at - time.time()) < SOON_S else "%Y-%m-%d %H:%M", time.localtime(at))
+
+
 def system(report: SystemReport) -> None:
     """Batches, queues and workers at a glance."""
     if report.batches:
@@ -102,7 +110,7 @@ def _batch_row(batch: BatchReport) -> tuple[object, ...]:
     total = batch.submitted if batch.total is None else batch.total
     return (
         batch.batch,
-        batch.state,
+        _state(batch),
         batch.done,
         batch.failed,
         batch.cancelled,
@@ -114,6 +122,10 @@ def _batch_row(batch: BatchReport) -> tuple[object, ...]:
     )
 
 
+def _state(batch: BatchReport) -> str:
+    return f"waits until {moment(batch.waits_until)}" if batch.waits_until else str(batch.state)
+
+
 def batch(report: BatchReport) -> None:
     """One batch, a line a fact."""
     total = "still reading" if report.total is None else report.total
@@ -122,7 +134,8 @@ def batch(report: BatchReport) -> None:
         ("file", safe(report.source)),
         ("model", safe(report.model)),
         ("priority", report.priority),
-        ("state", report.state),
+        *((("window", report.window),) if report.window else ()),
+        ("state", _state(report)),
         ("total", total),
         ("submitted", report.submitted),
         ("done", report.done),

@@ -6,13 +6,14 @@ Reads the ledger, the queues and the output folders, changes nothing and prints 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from contract import logs, queues, sealing
+from contract import logs, queues, sealing, turns
 from contract.errors import UsageError, nearest
+from contract.hours import closed_until
 from contract.jobs import ErrorCode, ErrorRow, Priority
 from contract.ledger import Batch, BatchState, Ledger, Mark
 from contract.merging import Merge, set_bits, without_index
@@ -23,7 +24,10 @@ KNOWN = 1_000
 
 
 class BatchReport(BaseModel):
-    """One batch, for people and scripts. Times in seconds, `rate` in done rows a second since the batch began."""
+    """One batch, for people and scripts. Times in seconds, `rate` in done rows a second since the batch began.
+
+    `waits_until` is set while rows wait for the batch's hours: when they may run next.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -31,7 +35,9 @@ class BatchReport(BaseModel):
     source: str
     model: str
     priority: Priority
+    window: str | None
     state: BatchState
+    waits_until: float | None
     total: int | None
     submitted: int
     done: int
@@ -101,7 +107,7 @@ def system(ledger: Ledger, folders: Folders, model: str, count: int = 100) -> Sy
     batches = ledger.newest(count)
     models = sorted({model, *(batch.spec.model for batch in batches if batch.state is not BatchState.DONE)})
     return SystemReport(
-        batches=[batch_report(batch, folders) for batch in batches],
+        batches=batch_reports(batches, ledger, folders),
         queues=[
             QueueReport(model=name, priority=priority, waiting=waiting)
             for name in models
@@ -111,8 +117,23 @@ def system(ledger: Ledger, folders: Folders, model: str, count: int = 100) -> Sy
     )
 
 
-def batch_report(batch: Batch, folders: Folders) -> BatchReport:
-    """How one batch stands now."""
+def batch_reports(batches: Sequence[Batch], ledger: Ledger, folders: Folders) -> list[BatchReport]:
+    """How batches stand now."""
+    waits = _waits_until(batches, ledger)
+    return [_report(batch, waits.get(batch.spec.batch), folders) for batch in batches]
+
+
+def _waits_until(batches: Sequence[Batch], ledger: Ledger) -> dict[str, float]:
+    """When those open next that have rows waiting outside their hours."""
+    hours = {one.spec.batch: one.spec.hours for one in batches if one.spec.hours and one.state is not BatchState.DONE}
+    if not hours:
+        return {}
+    closed = closed_until(ledger.redis, list(hours.values()))
+    waiting = turns.waiting(ledger.redis, list(hours))
+    return {batch: until for batch, until, rows in zip(hours, closed, waiting, strict=True) if until and rows}
+
+
+def _report(batch: Batch, waits_until: float | None, folders: Folders) -> BatchReport:
     spec, counts = batch.spec, batch.counts
     elapsed = max((batch.finished_at or time.time()) - spec.created_at, 1e-3)
     rate = counts.done / elapsed
@@ -122,7 +143,9 @@ def batch_report(batch: Batch, folders: Folders) -> BatchReport:
         source=spec.source,
         model=spec.model,
         priority=spec.priority,
+        window=spec.hours.window if spec.hours else None,
         state=batch.state,
+        waits_until=waits_until,
         total=counts.total,
         submitted=counts.submitted,
         done=counts.done,

@@ -115,11 +115,12 @@ class Submission:
         batch = self._ledger.get(self.spec.batch)
         if batch is None or batch.state is not BatchState.SUBMITTING:
             return Progress.LET_GO
-        if self._source is None:
-            self._open()
-        room = Room.of(batch.counts, self.cursor, self._settings)
+        cursor = self.cursor if self._source else self._ledger.cursor(self.spec.batch)
+        room = Room.of(batch.counts, cursor, self._settings, opened=self._source is not None)
         if not room.enough:
             return Progress.FULL
+        if self._source is None:
+            self._open()
         chunk = self._read(room)
         self._errors.append(chunk.errors)
         failed = [row.index for row in chunk.errors]
@@ -178,17 +179,20 @@ class Room:
     enough: bool
 
     @staticmethod
-    def of(counts: Counts, cursor: Cursor, settings: ProducerSettings) -> Room:
+    def of(counts: Counts, cursor: Cursor, settings: ProducerSettings, opened: bool) -> Room:
         """What `max_queued` and `max_queued_mb` leave, judged by the average row so far; one chunk at most.
 
         Room for less than a chunk (half of the limit where that is smaller) is not enough: many tiny chunks would
-        cost more than waiting. A batch with nothing outstanding always has room.
+        cost more than waiting. To open a source, and maybe read it again from its start, takes room for half of the
+        limit. A batch with nothing outstanding always has room.
         """
         outstanding = counts.submitted - counts.ended
         most = settings.max_queued_mb << 20
         rows = settings.max_queued - outstanding
         size = most - outstanding * cursor.offset // max(1, cursor.index)
-        fits = rows >= min(CHUNK_ROWS, -(-settings.max_queued // 2)) and size >= min(CHUNK_BYTES, most // 2)
+        half = -(-settings.max_queued // 2), most // 2
+        least = (min(CHUNK_ROWS, half[0]), min(CHUNK_BYTES, half[1])) if opened else half
+        fits = rows >= least[0] and size >= least[1]
         return Room(min(CHUNK_ROWS, rows), min(CHUNK_BYTES, size), fits or outstanding <= 0)
 
 

@@ -2,7 +2,7 @@
 
 First stage of a prompt's life; `producer.claims`, `producer.submitter` and `contract.sealing` do the work. Events only
 wake it, the periodic scan is the truth. All open batches advance in turn, a chunk each, so that a long one does not
-keep a short one waiting, and waiting for room does not keep files from being claimed.
+keep a short one waiting, and waiting for room keeps neither files from being claimed nor other batches from their turn.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from contract import logs, sealing
@@ -23,7 +23,7 @@ from producer.notices import Notices
 from producer.submitter import OUTAGES, Progress, Submission, pause_after, wait
 
 ACTIVE = 16
-"""Batches submitted in turn; each holds an open file and its list of ids. The rest wait until one of them ends."""
+"""Batches submitted in turn; each holds an open file and its list of ids. The rest wait until one ends or is full."""
 LEAST_SCAN_S = 0.2
 """However many events come in, scans are this far apart."""
 FULL_S = 0.1
@@ -109,7 +109,7 @@ class Watcher:
         self.settings.folders.create()
         for file, look in self._inbox.look():
             self._claim(file, look)
-        self._waiting = deque(spec for spec in self.claims.pending() if spec.batch not in self._active)
+        self._line_up(self.claims.pending())
         sealing.seal_ready(self.ledger, self.settings.folders)
         return True
 
@@ -123,16 +123,25 @@ class Watcher:
                 str(file), f"cannot be claimed: {error.strerror}; tried again on each scan", file=file.name
             )
 
+    def _line_up(self, pending: Sequence[BatchSpec]) -> None:
+        """New batches, the oldest first, wait before those that had their turn."""
+        new = {spec.batch: spec for spec in pending if spec.batch not in self._active}
+        waited = [new.pop(spec.batch) for spec in self._waiting if spec.batch in new]
+        self._waiting = deque([*new.values(), *waited])
+
     def _activate(self) -> None:
-        """Give waiting batches, the oldest first, the places of those that ended."""
+        """Give waiting batches the places that are free."""
         while self._waiting and len(self._active) < ACTIVE:
             spec = self._waiting.popleft()
             self._active[spec.batch] = Submission(spec, self.ledger, self.settings, self.stop)
 
     def _submit(self) -> bool:
-        """One chunk of each active batch; False when all of them wait for room."""
+        """One chunk of each active batch; False when all of them wait for room.
+
+        While others wait for a place, batches without room make way, as many as there are.
+        """
         self._activate()
-        advanced = False
+        advanced, others = False, len(self._waiting)
         for batch, submission in list(self._active.items()):
             if self.stop():
                 break
@@ -140,7 +149,13 @@ class Watcher:
             advanced |= progress is Progress.ADVANCED
             if progress in (None, Progress.FINISHED, Progress.LET_GO):
                 del self._active[batch]
-        return advanced or bool(self._waiting and len(self._active) < ACTIVE)
+                advanced |= bool(self._waiting)
+            elif progress is Progress.FULL and others > 0:
+                others -= 1
+                submission.close()
+                del self._active[batch]
+                self._waiting.append(submission.spec)
+        return advanced
 
     def _step(self, submission: Submission) -> Progress | None:
         """None when the batch's files cannot be read or written now; the next scan tries again."""
@@ -169,7 +184,7 @@ class Watcher:
     def _sleep(self) -> None:
         """Until a scan is due, an event comes, or a batch that waits for room is to be asked again."""
         due = self._last_scan + (self._scan_s() if not self._wake.is_set() else LEAST_SCAN_S)
-        end = min(due, time.monotonic() + FULL_S) if self._active else due
+        end = min(due, time.monotonic() + FULL_S) if self._active or self._waiting else due
         while (left := end - time.monotonic()) > 0 and not self.stop():
             if self._wake.wait(min(left, SLICE_S)):
                 wait(self._last_scan + LEAST_SCAN_S - time.monotonic(), self.stop)

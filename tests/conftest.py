@@ -21,7 +21,7 @@ import pytest
 from redis import Redis
 from rq.job import Job
 
-from contract import claimed, server
+from contract import claimed, server, turns
 from contract.jobs import Completion, ErrorCode, ErrorDetail, ErrorRow, PromptJob, Usage
 from contract.ledger import BatchSpec, Cursor, Ledger
 from contract.parser import Parsed, parse
@@ -185,14 +185,23 @@ def wait_until() -> Callable[..., None]:
 
 
 def waiting_ids(redis: Redis, model: str = "demo", priority: Any = "normal") -> list[str]:
-    """Ids of the jobs that wait in a queue, the next one first."""
-    return queue(redis, model, priority).job_ids
+    """Ids of the jobs that wait in a queue: RQ's list, then the backlog of each batch, the next in turn first."""
+    target = queue(redis, model, priority)
+    batches = [*redis.zrange(turns.turns(target.name), 0, -1), *redis.zrange(turns.hours(target.name), 0, -1)]
+    keys = [target.key, *(turns.backlog(batch.decode()) for batch in dict.fromkeys(batches))]
+    return [job_id.decode() for key in keys for job_id in redis.lrange(key, 0, -1)]
 
 
 def lose(redis: Redis, *job_ids: str) -> None:
     """Take jobs that wait out of the queue without a trace, as a process that dies between two steps does."""
     for job_id in job_ids:
-        assert sum(redis.lrem(key, 1, job_id) for key in Places.of(queue(redis, "demo", "normal")).lists) == 1
+        assert (
+            sum(
+                redis.lrem(key, 1, job_id)
+                for key in Places.of(queue(redis, "demo", "normal"), [job_id.rpartition("-")[0]]).lists
+            )
+            == 1
+        )
 
 
 def forget(redis: Redis, *job_ids: str) -> None:

@@ -8,12 +8,13 @@ Every change of a job's state is one Lua script or one transaction, and every on
 nothing when the row's execution has left RQ's started registry, because then somebody else has the row. Times are the
 server's, so the clocks of the workers' machines do not matter.
 
-A job's way: queue list -> (LMOVE) intermediate list -> started registry, in one script, so it is leased the moment it
-is popped. From there it is finished (mark, job deleted), retried (scheduled registry), failed (mark, failed registry)
-or given back (front of its queue). A row whose lease runs out returns to the front of its queue, and the start that
-never ended stays counted in the ledger. A row that ran through two crashes is run alone, so that the third one, if it
-comes, names the culprit and not its neighbours; after three it is rejected. While it waits to run alone it is leased
-but not started, so that the crash of the one that runs is not counted against those that wait.
+A job's way: queue list, or backlog of the batch whose turn it is -> (LMOVE) intermediate list -> started registry, in
+one script, so it is leased the moment it is popped. From there it is finished (mark, job deleted), retried (scheduled
+registry), failed (mark, failed registry) or given back (front of its queue). A row whose lease runs out returns to the
+front of its queue, and the start that never ended stays counted in the ledger. A row that ran through two crashes is
+run alone, so that the third one, if it comes, names the culprit and not its neighbours; after three it is rejected.
+While it waits to run alone it is leased but not started, so that the crash of the one that runs is not counted against
+those that wait.
 
 Seams of RQ 3.0 that this module stands on (held by tests/worker/test_intake.py): the names of its keys, taken from
 `Queue`, `Job`, `Execution`, `ExecutionRegistry` and the registries; the fields `status`, `meta`, `exc_info` (zlib),
@@ -53,7 +54,7 @@ from rq.utils import now, utcformat
 from rq.worker import BaseWorker
 from rq.worker.base import WorkerStatus
 
-from contract import logs
+from contract import logs, turns
 from contract.errors import BadPrompt, PromptError, PromptFailure, UsageError
 from contract.jobs import SCHEMA, ErrorCode, ErrorDetail, ErrorRow, PromptJob
 from contract.ledger import Ledger, Mark
@@ -61,7 +62,7 @@ from contract.queues import FAILURE_TTL_S, queues
 from contract.settings import WorkerSettings
 from worker.lanes import Lane
 from worker.reconciler import Reconciler
-from worker.scripts import FAIL, FINISH, GIVE_BACK, RENEW, RETRY, START, TAKE
+from worker.scripts import EMPTY, FAIL, FINISH, GIVE_BACK, RENEW, RETRY, START, TAKE
 
 QUARANTINE = 3
 """Starts that never ended after which a prompt is not started again."""
@@ -157,6 +158,7 @@ class Intake:
         self._worker = BaseWorker(
             self._queues, name=self.name, connection=redis, serializer=JSONSerializer, worker_ttl=1
         )
+        self._empty_script = redis.register_script(EMPTY)
         scripts = (TAKE, START, RENEW, FINISH, FAIL, RETRY, GIVE_BACK)
         self._take_script, self._start_script, self._renew_script, *endings = map(redis.register_script, scripts)
         self._finish_script, self._fail_script, self._retry_script, self._give_back_script = endings
@@ -255,16 +257,14 @@ class Intake:
         return rows
 
     def is_empty(self) -> bool:
-        """Is there nothing left to do for this worker: nothing held, waiting, or scheduled for a retry?"""
+        """Is there nothing left to do for this worker: nothing held, waiting, or scheduled for a retry?
+
+        Batches outside their hours do not count: it may be long until they may run.
+        """
         if self._all_held() or self._postponed:
             return False
         try:
-            with self._redis.pipeline(transaction=True) as pipe:
-                for lane in self._lanes:
-                    pipe.llen(lane.waiting)
-                    pipe.llen(lane.intermediate)
-                    pipe.zcard(lane.scheduled)
-                return not any(pipe.execute())
+            return bool(self._empty_script(keys=[key for lane in self._lanes for key in lane.taking]))
         except RedisError as error:
             if not _is_outage(error):
                 raise
@@ -306,12 +306,14 @@ class Intake:
             return False
 
     def _pop(self, room: int) -> list[Taken]:
-        keys = [key for lane in self._lanes for key in (lane.waiting, lane.intermediate, lane.started, lane.scheduled)]
+        keys = [key for lane in self._lanes for key in lane.taking]
         patterns = [
             Job.key_for("%s"),
             Execution("%s", "%s", self._redis).key,
             ExecutionRegistry("%s", self._redis).key,
             *(self._ledger.key("%s", part) for part in (*Mark, "starts")),
+            self._ledger.key("%s"),
+            turns.backlog("%s"),
         ]
         fixed = [room, self._settings.lease_s, self.name, self._worker.executions_key, utcformat(now()), SUSPECT]
         try:

@@ -3,6 +3,8 @@
 Those that begin with CLOCK know `now`, the server's time in seconds.
 """
 
+from contract.turns import TURNS
+
 CLOCK = """
 local clock = redis.call('TIME')
 local now = clock[1] + clock[2] / 1e6
@@ -22,27 +24,30 @@ local function promote(scheduled, waiting, job_key, limit)
 end
 """
 
-# KEYS for each queue: waiting, intermediate, started, scheduled.
+# KEYS for each queue: waiting, intermediate, started, scheduled, turns, hours.
 # ARGV room, lease seconds, worker, its executions key, time as text, the most starts that are counted here; patterns of
-# the keys job, execution, executions, done, failed, cancelled, starts; an execution id for each place of the room.
+# the keys job, execution, executions, done, failed, cancelled, starts, batch, backlog; an execution id for each place.
 # Returns for each job: queue number, id, execution id, hash or false, whether it ended, starts with this one.
 # Should the script fail halfway, what it popped lies in the intermediate list and is found by REPAIR.
 TAKE = (
     CLOCK
     + PROMOTE
+    + TURNS
     + """
 local room, lease, worker = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3]
 local taken = {}
-for q = 1, #KEYS, 4 do
-  local waiting, intermediate, started = KEYS[q], KEYS[q + 1], KEYS[q + 2]
+for q = 1, #KEYS, 6 do
+  local waiting, intermediate, started, turns, hours = KEYS[q], KEYS[q + 1], KEYS[q + 2], KEYS[q + 4], KEYS[q + 5]
   promote(KEYS[q + 3], waiting, ARGV[7], 100)
+  look(turns, hours, ARGV[14], ARGV[15], 100)
   while #taken < room do
     local id = redis.call('LMOVE', waiting, intermediate, 'LEFT', 'RIGHT')
+      or next_row(turns, hours, ARGV[15], intermediate)
     if not id then break end
     local job = string.format(ARGV[7], id)
     local hash = redis.pcall('HGETALL', job)
     if hash.err then hash = false end
-    local execution = ARGV[14 + #taken]
+    local execution = ARGV[16 + #taken]
     local member = id .. ':' .. execution
     local record, executions = string.format(ARGV[8], id, execution), string.format(ARGV[9], id)
     redis.call('ZADD', started, now + lease, member)
@@ -65,11 +70,23 @@ for q = 1, #KEYS, 4 do
       starts = tonumber(redis.call('HGET', counted, index) or 0) + 1
       if starts <= tonumber(ARGV[6]) then redis.call('HINCRBY', counted, index, 1) end
     end
-    taken[#taken + 1] = {(q + 3) / 4, id, execution, hash, ended, starts}
+    taken[#taken + 1] = {(q + 5) / 6, id, execution, hash, ended, starts}
     redis.call('LREM', intermediate, -1, id)
   end
 end
 return taken
+"""
+)
+
+# KEYS as for TAKE. Returns 1 when no row waits, but for those of batches outside their hours.
+EMPTY = (
+    CLOCK
+    + """
+for q = 1, #KEYS, 6 do
+  local rows = redis.call('LLEN', KEYS[q]) + redis.call('LLEN', KEYS[q + 1]) + redis.call('ZCARD', KEYS[q + 3])
+  if rows + redis.call('ZCARD', KEYS[q + 4]) + redis.call('ZCOUNT', KEYS[q + 5], '-inf', now) > 0 then return 0 end
+end
+return 1
 """
 )
 

@@ -21,6 +21,7 @@ from contract.ledger import Ledger
 from contract.queues import enqueuing, failed_jobs, queue, queue_name, requeuing
 from contract.sampling import SamplingParams
 from contract.settings import WorkerSettings
+from tests.conftest import waiting_ids
 from worker.intake import Intake
 
 
@@ -111,15 +112,15 @@ def test_what_is_queued_is_what_rq_itself_would_queue(redis: Redis, target: Queu
     assert {name: value for name, value in theirs.items() if value} == {
         name: value for name, value in ours.items() if value
     }
-    assert target.job_ids == ["b-0", "by-rq"]
+    assert waiting_ids(redis) == ["by-rq", "b-0"]
     assert Queue.all(connection=redis, serializer=JSONSerializer) == [target]
 
 
 def test_jobs_stand_in_the_order_of_their_rows_and_have_their_names(redis: Redis, target: Queue) -> None:
     run(redis, enqueuing(target, [job(index) for index in range(20)]))
-    assert target.job_ids == [f"b-{index}" for index in range(20)]
+    assert waiting_ids(redis) == [f"b-{index}" for index in range(20)]
     assert queues.depths(redis, "demo") == {"high": 0, "normal": 20, "low": 0}
-    found = target.jobs[3]
+    found = Job.fetch("b-3", redis, serializer=JSONSerializer)
     assert (found.get_status(), found.description, found.timeout) == ("queued", "b row 3", -1)
 
 
@@ -127,14 +128,14 @@ def test_enqueuing_writes_everything_through_the_pipeline(redis: Redis, target: 
     with redis.pipeline() as pipe:
         enqueuing(target, [job(0), job(1)])(pipe)
         assert not list(redis.scan_iter("rq:job:*"))
-        assert target.job_ids == []
+        assert waiting_ids(redis) == []
         pipe.execute()
-    assert target.job_ids == ["b-0", "b-1"]
+    assert waiting_ids(redis) == ["b-0", "b-1"]
 
 
 def test_enqueuing_nothing_does_nothing(redis: Redis, target: Queue) -> None:
     run(redis, enqueuing(target, []))
-    assert target.job_ids == []
+    assert waiting_ids(redis) == []
 
 
 # Failed jobs
@@ -155,7 +156,7 @@ def test_requeuing_forgets_attempts_and_errors_and_the_jobs_expiry(
     assert [row.attempt for row in rows] == [2, 2]
     assert all(intake.fail(row, error) for row in rows)
     run(redis, requeuing(redis, target, ["b-1", "b-0"]))
-    assert target.job_ids == ["b-1", "b-0"]
+    assert waiting_ids(redis) == ["b-1", "b-0"]
     assert FailedJobRegistry(queue=target).get_job_ids() == []
     record = redis.hgetall(Job.key_for("b-0"))
     assert record[b"status"] == b"queued"
@@ -166,10 +167,10 @@ def test_requeuing_forgets_attempts_and_errors_and_the_jobs_expiry(
 def test_requeuing_writes_everything_through_the_pipeline(redis: Redis, target: Queue, failed: str) -> None:
     with redis.pipeline() as pipe:
         requeuing(redis, target, ["b-0", "b-nowhere"])(pipe)
-        assert target.job_ids == []
+        assert waiting_ids(redis) == []
         assert FailedJobRegistry(queue=target).count == 3
         pipe.execute()
-    assert target.job_ids == ["b-0"]
+    assert waiting_ids(redis) == ["b-0"]
     assert FailedJobRegistry(queue=target).count == 2
 
 
@@ -206,7 +207,7 @@ def test_rqs_clean_up_of_an_abandoned_job_is_one_transaction(
     moves = [place for place, name in enumerate(names) if name in ("RPUSH", "LPUSH", "ZREMRANGEBYSCORE")]
     assert len(moves) == 2
     assert all(begin < place < end for place in moves)
-    assert target.job_ids == ["b-0"]
+    assert waiting_ids(redis) == ["b-0"]
 
 
 def test_living_workers_are_listed_with_what_they_serve(

@@ -18,9 +18,9 @@ from contract.errors import PromptFailure, UsageError
 from contract.jobs import ErrorCode, Row
 from contract.ledger import BatchState, Counts, Ledger, Mark
 from contract.paths import Folders
-from contract.queues import queue
 from contract.segments import SegmentWriter
 from contract.settings import WorkerSettings
+from tests.conftest import waiting_ids
 from worker.intake import Intake
 
 
@@ -395,8 +395,8 @@ def failed_batch(
     return batch
 
 
-def waiting(redis: Redis) -> list[bytes]:
-    return redis.lrange(queue(redis, "demo", "normal").key, 0, -1)
+def waiting(redis: Redis) -> list[str]:
+    return waiting_ids(redis)
 
 
 @pytest.mark.parametrize("sealed", [False, True])
@@ -425,7 +425,7 @@ def test_a_retry_queues_failed_rows_again_and_the_next_seal_replaces_their_error
     if sealed:
         assert sealing.seal(failed_batch, ledger, folders)
     assert sealing.retry(failed_batch, None, ledger, folders, redis) == 2
-    assert waiting(redis) == [b"b-1", b"b-3"]
+    assert waiting(redis) == ["b-1", "b-3"]
     assert ledger.get("b").state is BatchState.RUNNING
     assert ledger.get("b").counts == Counts(total=5, submitted=5, done=2, failed=1)
     assert not sealing.seal(failed_batch, ledger, folders)
@@ -474,7 +474,7 @@ def test_a_retry_may_be_limited_to_some_codes(
 ) -> None:
     sealing.seal(failed_batch, ledger, folders)
     assert sealing.retry(failed_batch, {ErrorCode.OUT_OF_MEMORY}, ledger, folders, redis) == 1
-    assert waiting(redis) == [b"b-3"]
+    assert waiting(redis) == ["b-3"]
 
 
 def test_rows_without_a_job_are_not_queued_and_the_batch_stays_published(

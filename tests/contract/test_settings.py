@@ -40,6 +40,33 @@ def fault(root: Path, kind: Any = WorkerSettings, **flags: Any) -> str:
 # Precedence
 
 
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("22:00", "22:00"),  # a number of sixties, says YAML
+        ('"22:00"', "22:00"),
+        ("06:05", "06:05"),
+        ("+2h", "+2h"),
+        ("2026-12-03T22:00", "2026-12-03T22:00"),
+        ("2026-12-03T22:00:30", "2026-12-03T22:00:30"),
+        ("2026-12-03", "2026-12-03"),
+    ],
+)
+def test_times_in_a_file_need_no_quotes(root: Path, written: str, meant: str) -> None:
+    configure(root, f"not_before: {written}\nwindow: 22:00-06:00\n", "producer.yaml")
+    found = read(root, ProducerSettings)
+    assert (found.not_before, found.window) == (meant, "22:00-06:00")
+
+
+@pytest.mark.parametrize(
+    "line", ["not_before: 2200", "not_before: soon", "not_before: true", "window: 22:00", "window: 22"]
+)
+def test_wrong_hours_in_a_file_are_refused(root: Path, line: str) -> None:
+    configure(root, f"{line}\n", "producer.yaml")
+    with pytest.raises(SettingsError, match=rf"{line.partition(':')[0]} = .*: give .* such as 22:00"):
+        read(root, ProducerSettings)
+
+
 def test_flag_then_environment_then_file_then_default(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert read(root).max_rows == 32
     configure(root, "max_rows: 2\nlinger_ms: 7\n")

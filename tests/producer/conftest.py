@@ -25,6 +25,7 @@ from contract.settings import ProducerSettings
 from producer.claims import Claims
 from producer.cli import app
 from producer.submitter import submit as submit_claimed
+from tests.conftest import waiting_ids
 
 PRODUCER = [sys.executable, "-c", "from producer.cli import main; main()"]
 """The installed command, with the interpreter that runs the tests."""
@@ -69,7 +70,8 @@ def queued(redis: Redis) -> Callable[..., list[PromptJob]]:
     """The prompts that stand in a queue, in its order."""
 
     def read(model: str = "demo", priority: Any = "normal") -> list[PromptJob]:
-        return [PromptJob.model_validate(job.args[0]) for job in queue(redis, model, priority).jobs]
+        jobs = [queue(redis, model, priority).fetch_job(job_id) for job_id in waiting_ids(redis, model, priority)]
+        return [PromptJob.model_validate(job.args[0]) for job in jobs if job]
 
     return read
 

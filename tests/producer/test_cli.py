@@ -8,13 +8,14 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 from click.testing import Result
 from redis import Redis
 
-from contract import sealing
+from contract import sealing, turns
 from contract.errors import PromptFailure
 from contract.jobs import Completion, ErrorCode, ErrorRow, PromptJob
 from contract.ledger import Batch, BatchState, Ledger, Mark
@@ -65,6 +66,38 @@ def submitted(run: Run, *words: object) -> str:
 
 
 # Submitting
+
+
+def test_a_batch_waits_for_its_hours_and_status_says_until_when(run: Run, file: Path, ledger: Ledger) -> None:
+    result = run("submit", file, "--not-before", "2999-12-03T22:00", "--window", "22:00-06:00")
+    batch = result.stdout.strip()
+    assert f"{batch} waits until 2999-12-03 22:00\n" in result.stderr
+    assert "waits until 2999-12-03 22:00" in run("status").stdout
+    shown = run("status", batch).stdout
+    assert "state      waits until 2999-12-03 22:00\n" in shown
+    assert "window     22:00-06:00\n" in shown
+    told = json.loads(run("status", batch, "--json").stdout)
+    opens = datetime(2999, 12, 3, 22).timestamp()
+    assert (told["state"], told["window"], told["waits_until"]) == ("running", "22:00-06:00", opens)
+    assert json.loads(run("status", "--json").stdout)["queues"][1]["waiting"] == 3
+
+
+def test_a_batch_in_its_hours_does_not_wait(run: Run, file: Path) -> None:
+    result = run("submit", file, "--not-before", "2020-01-01")
+    assert "waits" not in result.stderr
+    told = json.loads(run("status", result.stdout.strip(), "--json").stdout)
+    assert (told["window"], told["waits_until"]) == (None, None)
+    assert json.loads(run("status", submitted(run, file), "--json").stdout)["waits_until"] is None
+
+
+def test_wrong_hours_are_refused_with_what_would_be_right(run: Run, file: Path, ledger: Ledger) -> None:
+    result = run("submit", file, "--not-before", "tonight")
+    assert result.exit_code == 2
+    assert "--not-before: not_before = 'tonight': give a time such as 22:00 (the next one)" in result.stderr
+    result = run("submit", file, "--window", "22-6")
+    assert result.exit_code == 2
+    assert "--window: window = '22-6': give two different times, from and to, such as 22:00-06:00" in result.stderr
+    assert ledger.newest() == []
 
 
 def test_submit_prints_one_batch_id_per_file_and_nothing_else(run: Run, file: Path, tmp_path: Path) -> None:
@@ -601,11 +634,11 @@ def test_retry_queues_failed_rows_that_have_a_job(
     job = target.fetch_job(f"{batch}-1")
     assert job is not None
     target.failed_job_registry.add(job, ttl=100)
-    target.remove(job)
+    redis.lrem(turns.backlog(batch), 0, job.id)
     finish(batch, (0, 1, 3), failed=(1,))
     result = run("retry", batch)
     assert (result.exit_code, result.stdout) == (0, "1 row queued again\n")
-    assert f"{batch}-1" in target.job_ids
+    assert f"{batch}-1" in waiting_ids(redis)
     found = ledger.get(batch)
     assert found is not None
     assert (found.state, found.counts.failed) == (BatchState.RUNNING, 1)

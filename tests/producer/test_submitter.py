@@ -28,7 +28,7 @@ from contract.sampling import SamplingParams
 from contract.settings import ProducerSettings
 from producer.claims import Claims
 from producer.submitter import CHUNK_ROWS, Progress, Submission, submit
-from tests.conftest import batch_spec
+from tests.conftest import batch_spec, waiting_ids
 from tests.producer.conftest import PRODUCER, Faulty
 
 Settings = Callable[..., ProducerSettings]
@@ -132,24 +132,25 @@ def test_queued_jobs_are_what_rq_itself_would_write(redis: Redis) -> None:
         for prompt in prompts
     ]
     target.enqueue_many(by_rq)
-    wanted = stored(target)
+    wanted = stored(target, target.job_ids)
     redis.flushall()
     with redis.pipeline() as pipe:
         enqueuing(target, prompts)(pipe)
         pipe.execute()
-    assert stored(target) == wanted
+    assert stored(target, waiting_ids(redis)) == wanted
     assert Queue.all(connection=redis, serializer=target.serializer) == [target]
 
 
 TURN = Message(role="user", content="hi")
 
 
-def stored(target: Queue) -> list[tuple[object, ...]]:
-    """Everything about the queued jobs but when they were made."""
+def stored(target: Queue, job_ids: list[str]) -> list[tuple[object, ...]]:
+    """Everything about jobs but when they were made."""
     timeless = ("created_at", "enqueued_at", "data")
     return [
         (job.id, job.func_name, job.args, job.kwargs, {k: v for k, v in job.to_dict().items() if k not in timeless})
-        for job in target.jobs
+        for job in map(target.fetch_job, job_ids)
+        if job
     ]
 
 

@@ -15,7 +15,7 @@ import pytest
 from redis import Redis
 
 from contract.jobs import PromptJob
-from contract.ledger import BatchState, Ledger
+from contract.ledger import BatchState, Ledger, Mark
 from contract.paths import Folders
 from contract.settings import ProducerSettings
 from producer import watcher as module
@@ -62,6 +62,17 @@ def test_a_dropped_file_is_submitted(
         wait_until(submitted(ledger, 1))
     assert [job.prompt for job in queued()] == ["one", "two"]
     assert not (folders.inputs / "a.txt").exists()
+
+
+def test_a_dropped_file_has_the_hours_of_the_settings(
+    watching: Watching, folders: Folders, ledger: Ledger, wait_until: Wait
+) -> None:
+    with watching(not_before="+2h", window="22:00-06:00"):
+        (folders.inputs / "a.txt").write_text("one\ntwo\n")
+        wait_until(submitted(ledger, 1))
+    spec = ledger.newest()[0].spec
+    assert spec.hours is not None
+    assert (spec.hours.not_before, spec.hours.window) == (spec.created_at + 7200, "22:00-06:00")
 
 
 def test_an_event_wakes_it_long_before_the_next_scan(
@@ -260,3 +271,27 @@ def test_once_tells_which_batches_it_left_to_another_producer(
     (notice,) = (notice for notice in notices if notice["log_level"] == "warning")
     assert notice["event"] == "not submitted to its end"
     assert "another producer has it" in notice["reason"]
+
+
+def test_a_short_batch_does_not_wait_for_long_ones_that_have_no_room(
+    watching: Watching,
+    folders: Folders,
+    ledger: Ledger,
+    wait_until: Wait,
+    queued: Queued,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "ACTIVE", 2)
+    with watching(max_queued=10):
+        for number in range(3):
+            (folders.inputs / f"long-{number}.jsonl").write_text('{"prompt": "long"}\n' * 50)
+        wait_until(lambda: [batch.counts.submitted for batch in ledger.newest()] == [10, 10, 10])
+        (folders.inputs / "short.txt").write_text("one\ntwo\n")
+        wait_until(lambda: [batch.state for batch in ledger.newest()].count(BatchState.RUNNING) == 1)
+        for batch in ledger.newest():  # the workers take what stands in Redis
+            for index in range(10):
+                ledger.redis.setbit(ledger.key(batch.spec.batch, Mark.DONE), index, 1)
+        wait_until(lambda: sum(batch.counts.submitted for batch in ledger.newest()) == 62)
+    for name in ("long-0", "long-1", "long-2"):
+        batch = next(batch.spec.batch for batch in ledger.newest() if batch.spec.output == name)
+        assert [job.index for job in queued() if job.batch == batch] == list(range(20))

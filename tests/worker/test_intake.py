@@ -21,6 +21,7 @@ from rq.job import Job
 from rq.registry import FailedJobRegistry, ScheduledJobRegistry, StartedJobRegistry
 from rq.serializers import JSONSerializer
 
+from contract import turns
 from contract.errors import BadPrompt, PromptFailure, UsageError
 from contract.jobs import ErrorCode
 from contract.ledger import BatchState, Counts, Ledger, Mark
@@ -28,6 +29,7 @@ from contract.paths import Folders
 from contract.queues import queue, workers
 from contract.segments import SegmentWriter
 from contract.settings import WorkerSettings
+from tests.conftest import waiting_ids
 from worker.intake import Intake, Taken
 
 FAILURE = PromptFailure(ErrorCode.MODEL_ERROR, "the model fell over")
@@ -108,7 +110,7 @@ def demo(redis: Redis, priority: Any = "normal") -> Queue:
 
 
 def standing(redis: Redis) -> list[str]:
-    return [job_id.decode() for job_id in redis.lrange(demo(redis).key, 0, -1)]
+    return waiting_ids(redis)
 
 
 def started(redis: Redis) -> list[str]:
@@ -302,7 +304,7 @@ def test_rows_given_back_go_to_the_queue_they_came_from(redis: Redis, submit: Ca
     submit(1, batch="l", priority="low")
     one = quiet()
     one.give_back(one.take(2))
-    assert [redis.llen(demo(redis, priority).key) for priority in ("high", "normal", "low")] == [1, 0, 1]
+    assert [waiting_ids(redis, "demo", priority) for priority in ("high", "normal", "low")] == [["h-0"], [], ["l-0"]]
 
 
 def test_leaving_gives_everything_back_and_ends_the_registration(
@@ -439,7 +441,7 @@ def test_a_job_stranded_between_queue_and_registry_is_put_back(
     redis: Redis, submit: Callable[..., str], quiet: Any, wait_until: Callable[..., None]
 ) -> None:
     submit(2)
-    redis.lmove(demo(redis).key, demo(redis).intermediate_queue.key, "LEFT", "RIGHT")
+    redis.lmove(turns.backlog("b"), demo(redis).intermediate_queue.key, "LEFT", "RIGHT")
     one = quiet(lease_s=0.2)
     one.reconciler.run()
     assert standing(redis) == ["b-1"]
@@ -761,10 +763,16 @@ def test_rq_info_puts_rows_of_dead_workers_back_with_their_attempts(
 
 
 def test_a_stock_worker_says_what_to_run_instead_and_loses_nothing(
-    redis: Redis, submit: Callable[..., str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    redis: Redis,
+    submit: Callable[..., str],
+    quiet: Any,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("worker.tasks.PAUSE_S", 0)
     submit(1)
+    one = quiet()
+    one.give_back(one.take(1))  # RQ's worker sees only what stands in RQ's list
     stock = SimpleWorker([demo(redis)], connection=redis, serializer=JSONSerializer)
     stock.work(burst=True, max_jobs=1)
     assert "run `worker run` on it instead of `rq worker`" in caplog.text

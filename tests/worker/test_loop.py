@@ -22,6 +22,7 @@ from contract.queues import enqueuing, queue
 from contract.sampling import SamplingParams
 from contract.settings import WorkerSettings
 from tests.checkpoints import llama_block
+from tests.conftest import waiting_ids
 from worker.engine import Engine, Finished
 from worker.intake import Intake
 from worker.loop import Loop
@@ -260,7 +261,7 @@ def test_stopping_finishes_what_runs_and_leaves_the_rest_in_order(
         assert loop.idle()
     batch = ledger.get("b")
     assert batch is not None
-    waiting = [job_id.decode() for job_id in redis.lrange(queue(redis, "tiny", "normal").key, 0, -1)]
+    waiting = waiting_ids(redis, "tiny")
     assert batch.counts.done >= 4
     assert batch.counts.failed == 0
     assert waiting == [f"b-{index}" for index in range(batch.counts.done, 40)]
@@ -284,7 +285,7 @@ def test_a_second_stop_gives_everything_back_at_once(
         loop.stop()
         loop.stop()
         loop.run()
-    waiting = [job_id.decode() for job_id in redis.lrange(queue(redis, "tiny", "normal").key, 0, -1)]
+    waiting = waiting_ids(redis, "tiny")
     assert waiting == [f"b-{index}" for index in range(6)]
     assert model.engine.active() == []
     assert not redis.exists(ledger.key("b", "starts"))  # given back as if never started

@@ -96,7 +96,7 @@ def test_a_prompt_that_has_not_ended_stands_where_the_audit_looks_whatever_a_wor
     intake = Intake(redis, ledger, worker_settings(name="w", retry_base_s=1000, retry_max_s=1000))
 
     def stands() -> bool:
-        return standing(redis, target) == 1 and list(job_ids(redis, target)) == ["b-0"]
+        return standing(redis, target, ["b"]) == 1 and list(job_ids(redis, target, ["b"])) == ["b-0"]
 
     assert stands()
     (row,) = intake.take(1)
@@ -113,7 +113,7 @@ def test_a_prompt_that_has_not_ended_stands_where_the_audit_looks_whatever_a_wor
     assert stands()
     (row,) = intake.take(1)
     assert intake.finish([row]) == 1
-    assert standing(redis, target) == 0
+    assert standing(redis, target, ["b"]) == 0
 
 
 def test_the_lock_of_a_killed_leader_runs_out(
