@@ -35,6 +35,8 @@ class ErrorCode(StrEnum):
     DEADLINE_EXCEEDED = "deadline_exceeded"
     MODEL_ERROR = "model_error"
     WORKER_CRASHED = "worker_crashed"
+    SOURCE_LOST = "source_lost"
+    CANCELLED = "cancelled"
 
 
 REMEDIES: dict[ErrorCode, str] = {
@@ -51,6 +53,8 @@ REMEDIES: dict[ErrorCode, str] = {
     ErrorCode.MODEL_ERROR: "read the exception in the worker's log, then `producer retry`",
     ErrorCode.WORKER_CRASHED: "this prompt was running at each of several worker crashes: read the logs, "
     "then `producer retry`",
+    ErrorCode.SOURCE_LOST: "Redis lost the prompt and its source file is gone: submit the prompt again",
+    ErrorCode.CANCELLED: "it was cancelled as asked: submit the prompt again if it is wanted after all",
 }
 
 RETRIES: dict[ErrorCode, int | None] = {ErrorCode.MODEL_ERROR: None, ErrorCode.OUT_OF_MEMORY: 1}

@@ -1,23 +1,25 @@
-"""The durable truth about batches, in Redis: totals, done and failed marks, state, cursor.
+"""The durable truth about batches, in Redis: totals, how rows ended, state, cursor.
 
-RQ's own records of a job are short-lived and can be cleaned up by any tool; these are ours. A batch is a hash, two
+RQ's own records of a job are short-lived and can be cleaned up by any tool; these are ours. A batch is a hash, three
 bitmaps (a bit per row) and a few small keys. Setting a bit twice changes nothing, so counts add up however often a
 step is repeated after a crash. The first mark wins: a row that has ended stays ended the way it did.
 
     dllm:batches                     sorted set of batch ids by creation time
     dllm:open                        set of the batch ids that are not published yet
-    dllm:batch:{id}                  hash: spec (JSON), state, total, finished_at, hours (JSON) where it has any
+    dllm:batch:{id}                  hash: spec (JSON), state, total, finished_at, hours (JSON) where it has any;
+                                     cancelled_at, unread when cancelled
     dllm:batch:{id}:cursor           JSON Cursor: how far the source has been submitted
-    dllm:batch:{id}:done, :failed    bitmaps by row index
+    dllm:batch:{id}:done, :failed, :cancelled   bitmaps by row index; a row has a bit in one of them at most
     dllm:batch:{id}:starts           hash index -> starts that never ended, that is, crashes survived
     dllm:batch:{id}:lock:{purpose}   lease of the one process that submits or publishes the batch
+    dllm:lock:audit                  lease of the worker that looks after all batches
     dllm:outputs                     hash output name -> the batch that owns it
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
 from typing import Any, Literal, cast
 
@@ -33,6 +35,8 @@ from contract.sampling import SamplingParams
 PREFIX = "dllm"
 LOCK_S = 30.0
 """A lock not extended for this long belongs to a dead process."""
+PAGE = 100
+"""Batches looked at in one round trip."""
 
 
 class BatchState(StrEnum):
@@ -48,6 +52,7 @@ class Mark(StrEnum):
 
     DONE = "done"
     FAILED = "failed"
+    CANCELLED = "cancelled"
 
 
 class BatchSpec(BaseModel):
@@ -90,10 +95,11 @@ class Counts(BaseModel):
     submitted: int
     done: int
     failed: int
+    cancelled: int = 0
 
     @property
     def ended(self) -> int:
-        return self.done + self.failed
+        return self.done + self.failed + self.cancelled
 
     @property
     def complete(self) -> bool:
@@ -101,7 +107,10 @@ class Counts(BaseModel):
 
 
 class Batch(BaseModel):
-    """A batch as the ledger knows it at one moment."""
+    """A batch as the ledger knows it at one moment.
+
+    `cancelled_at` is when the whole of it was cancelled; `unread` says that its source was not read to the end then.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -109,6 +118,8 @@ class Batch(BaseModel):
     state: BatchState
     counts: Counts
     finished_at: float | None = None
+    cancelled_at: float | None = None
+    unread: bool = False
 
 
 class Ledger:
@@ -118,15 +129,30 @@ class Ledger:
         self.redis = redis
         self._create = redis.register_script(_CREATE)
         self._mark = redis.register_script(_MARK)
+        self._stop = redis.register_script(_STOP)
 
     @staticmethod
     def key(batch: str, part: str | None = None) -> str:
         """Redis key of a batch, or of one part of it."""
         return f"{PREFIX}:batch:{batch}:{part}" if part else f"{PREFIX}:batch:{batch}"
 
+    @classmethod
+    def mark_keys(cls, batch: str) -> list[str]:
+        """Redis keys of a batch's bitmaps, in the order of `Mark`."""
+        return [cls.key(batch, mark) for mark in Mark]
+
     def lock(self, batch: str, purpose: Literal["submit", "seal"]) -> Lock:
         """A lease of `LOCK_S` seconds on one kind of work on a batch; extend it with `reacquire()`."""
         return cast(Lock, self.redis.lock(self.key(batch, f"lock:{purpose}"), timeout=LOCK_S, blocking=False))
+
+    def now(self) -> float:
+        """The server's time in seconds since the epoch."""
+        seconds, micros = self.redis.time()
+        return seconds + micros / 1e6
+
+    def leadership(self, seconds: float) -> Lock:
+        """A lease on looking after all batches, for one worker at a time; a dead one's runs out after `seconds`."""
+        return cast(Lock, self.redis.lock(f"{PREFIX}:lock:audit", timeout=seconds, blocking=False, thread_local=False))
 
     # Batches
 
@@ -157,16 +183,23 @@ class Ledger:
             for batch in batches:
                 pipe.hgetall(self.key(batch))
                 pipe.get(self.key(batch, "cursor"))
-                pipe.bitcount(self.key(batch, "done"))
-                pipe.bitcount(self.key(batch, "failed"))
+                for mark in Mark:
+                    pipe.bitcount(self.key(batch, mark))
             answers = iter(pipe.execute())
-        records = zip(answers, answers, answers, answers, strict=True)
+        records = zip(answers, answers, answers, answers, answers, strict=True)
         return [_batch(*record) for record in records if record[0]]
 
     def newest(self, count: int = 100) -> list[Batch]:
         """The newest batches, newest first."""
         batches = cast("list[bytes]", self.redis.zrevrange(f"{PREFIX}:batches", 0, count - 1))
         return self.get_many([_text(batch) for batch in batches])
+
+    def newest_first(self) -> Iterator[Batch]:
+        """All batches, newest first, a page at a time."""
+        start = 0
+        while found := cast("list[bytes]", self.redis.zrevrange(f"{PREFIX}:batches", start, start + PAGE - 1)):
+            yield from self.get_many([_text(batch) for batch in found])
+            start += PAGE
 
     def open_batches(self) -> list[str]:
         """Ids of the batches that are not published yet."""
@@ -197,13 +230,13 @@ class Ledger:
     ) -> bool:
         """Move the cursor from `old` to `new`, mark unreadable rows and enqueue the rest, all or nothing.
 
-        `last` says that the source ends at `new`. False when another process moved the cursor first; then nothing
-        was enqueued and the caller should let go of the batch.
+        `last` says that the source ends at `new`. False when another process moved the cursor first, or the batch was
+        cancelled; then nothing was enqueued and the caller should let go of the batch.
         """
         key = self.key(batch, "cursor")
         with self.redis.pipeline(transaction=True) as pipe:
-            pipe.watch(key)  # type: ignore[no-untyped-call]
-            if _cursor(pipe.get(key)) != old:
+            pipe.watch(key, self.key(batch))  # type: ignore[no-untyped-call]
+            if _cursor(pipe.get(key)) != old or pipe.hexists(self.key(batch), "total"):
                 return False
             pipe.multi()
             pipe.set(key, new.model_dump_json())
@@ -218,6 +251,14 @@ class Ledger:
                 return False
         return True
 
+    def stop(self, batch: str) -> bool:
+        """Nothing more of the source will be submitted: the batch is cancelled. False when it has ended already.
+
+        What was submitted is all there is from now on; those rows are still to be ended, one by one.
+        """
+        keys = [self.key(batch), self.key(batch, "cursor")]
+        return bool(self._stop(keys=keys))
+
     # Rows
 
     def mark(self, pipe: Pipeline, batch: str, index: int, mark: Mark, lease: tuple[str, str] | None = None) -> None:
@@ -226,26 +267,33 @@ class Ledger:
         `lease` is a sorted set and the member that must be in it; a worker that lost its lease marks nothing.
         The pipeline's answer is 1 when this call ended the row, 0 when it had ended before, -1 when the lease is lost.
         """
-        keys = [self.key(batch, Mark.DONE), self.key(batch, Mark.FAILED), self.key(batch, "starts")]
+        keys = [*self.mark_keys(batch), self.key(batch, "starts")]
         fence = list(lease) if lease else ["", ""]
-        self._mark(keys=[*keys, fence[0] or keys[0]], args=[index, mark, fence[1]], client=pipe)
+        place = list(Mark).index(mark) + 1
+        self._mark(keys=[*keys, fence[0] or keys[0]], args=[index, place, fence[1]], client=pipe)
 
     def marks(self, rows: Sequence[tuple[str, int]]) -> list[Mark | None]:
         """How each (batch, index) ended, or None for those that have not; one round trip."""
         with self.redis.pipeline(transaction=False) as pipe:
             for batch, index in rows:
-                pipe.getbit(self.key(batch, Mark.DONE), index)
-                pipe.getbit(self.key(batch, Mark.FAILED), index)
+                for mark in Mark:
+                    pipe.getbit(self.key(batch, mark), index)
             bits = iter(pipe.execute())
-        return [Mark.DONE if done else Mark.FAILED if failed else None for done, failed in zip(bits, bits, strict=True)]
+        found = zip(bits, bits, bits, strict=True)
+        return [next((mark for mark, bit in zip(Mark, row, strict=True) if bit), None) for row in found]
 
     def end_start(self, pipe: Pipeline, batch: str, index: int) -> None:
         """Queue on `pipe`: the row came to an orderly end or was given back; it is no suspect any more."""
         pipe.hdel(self.key(batch, "starts"), str(index))
 
     def bitmap(self, batch: str, mark: Mark) -> bytes:
-        """The batch's done or failed bits, most significant bit first in each byte, as Redis keeps them."""
+        """The batch's bits of one mark, most significant bit first in each byte, as Redis keeps them."""
         return cast("bytes | None", self.redis.get(self.key(batch, mark))) or b""
+
+    def bitmaps(self, batch: str) -> dict[Mark, bytes]:
+        """All of the batch's bitmaps at one moment."""
+        found = cast("list[bytes | None]", self.redis.mget(self.mark_keys(batch)))
+        return {mark: bits or b"" for mark, bits in zip(Mark, found, strict=True)}
 
     def reopen(self, batch: str, indices: Iterable[int], enqueue: Callable[[Pipeline], None]) -> None:
         """Take back the failed marks of `indices` and enqueue those rows again, all or nothing."""
@@ -256,7 +304,7 @@ class Ledger:
                 self.end_start(pipe, batch, index)
             if submitted:
                 pipe.hset(self.key(batch), "state", BatchState.RUNNING)
-            pipe.hdel(self.key(batch), "finished_at")
+            pipe.hdel(self.key(batch), "finished_at", "cancelled_at")
             pipe.sadd(f"{PREFIX}:open", batch)
             enqueue(pipe)
             pipe.execute()
@@ -279,19 +327,34 @@ redis.call('SADD', KEYS[3], ARGV[1])
 return 1
 """
 
-# KEYS done, failed, starts, lease set; ARGV index, mark, lease member ('' for none).
+# KEYS the bitmap of each mark, starts, lease set; ARGV index, number of the mark, lease member ('' for none).
 _MARK = """
-if ARGV[3] ~= '' and not redis.call('ZSCORE', KEYS[4], ARGV[3]) then return -1 end
-redis.call('HDEL', KEYS[3], ARGV[1])
-if redis.call('GETBIT', KEYS[1], ARGV[1]) + redis.call('GETBIT', KEYS[2], ARGV[1]) > 0 then return 0 end
-redis.call('SETBIT', ARGV[2] == 'done' and KEYS[1] or KEYS[2], ARGV[1], 1)
+if ARGV[3] ~= '' and not redis.call('ZSCORE', KEYS[5], ARGV[3]) then return -1 end
+redis.call('HDEL', KEYS[4], ARGV[1])
+for mark = 1, 3 do
+    if redis.call('GETBIT', KEYS[mark], ARGV[1]) == 1 then return 0 end
+end
+redis.call('SETBIT', KEYS[tonumber(ARGV[2])], ARGV[1], 1)
+return 1
+"""
+
+# KEYS the batch's hash and cursor.
+_STOP = """
+local state = redis.call('HGET', KEYS[1], 'state')
+if not state or state == 'done' then return 0 end
+local clock = redis.call('TIME')
+redis.call('HSETNX', KEYS[1], 'cancelled_at', clock[1] + clock[2] / 1e6)
+if redis.call('HEXISTS', KEYS[1], 'total') == 0 then
+    local cursor = redis.call('GET', KEYS[2])
+    redis.call('HSET', KEYS[1], 'state', 'running', 'unread', 1, 'total', cursor and cjson.decode(cursor).index or 0)
+end
 return 1
 """
 
 
-def _batch(fields: dict[bytes, bytes], cursor: bytes | None, done: int, failed: int) -> Batch:
+def _batch(fields: dict[bytes, bytes], cursor: bytes | None, done: int, failed: int, cancelled: int) -> Batch:
     total = fields.get(b"total")
-    finished = fields.get(b"finished_at")
+    finished, stopped = fields.get(b"finished_at"), fields.get(b"cancelled_at")
     return Batch(
         spec=BatchSpec.model_validate_json(fields[b"spec"]),
         state=BatchState(_text(fields[b"state"])),
@@ -300,8 +363,11 @@ def _batch(fields: dict[bytes, bytes], cursor: bytes | None, done: int, failed: 
             submitted=_cursor(cursor).index,
             done=done,
             failed=failed,
+            cancelled=cancelled,
         ),
         finished_at=None if finished is None else float(finished),
+        cancelled_at=None if stopped is None else float(stopped),
+        unread=b"unread" in fields,
     )
 
 

@@ -1,7 +1,7 @@
 """Rows of a batch's segments in index order, as the ledger marked them.
 
-A row marked done is its first output, a row marked failed its last error. Memory is eight bytes a row, whatever the
-rows' size: lines stay on the disk until they are asked for.
+A row marked done is its first output, a row marked failed or cancelled its last error of that kind. Memory is eight
+bytes a row, whatever the rows' size: lines stay on the disk until they are asked for.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import re
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -27,11 +27,10 @@ class Merge:
     """Where each ended row of a batch lies among its segments. `keep` is called for every row read."""
 
     def __init__(
-        self, folder: Path, total: int, done: bytes, failed: bytes, keep: Callable[[], None] | None = None
+        self, folder: Path, total: int, bitmaps: Mapping[Mark, bytes], keep: Callable[[], None] | None = None
     ) -> None:
         self._files = segments.files(folder)
-        self._done = done
-        self._failed = failed
+        self._bitmaps = bitmaps
         self._streams: OrderedDict[int, BinaryIO] = OrderedDict()
         self._places = array("q", [NOWHERE]) * total
         for number, path in enumerate(self._files):
@@ -42,13 +41,13 @@ class Merge:
                     self._places[row.index] = number << OFFSET_BITS | row.offset
 
     def _wanted(self, row: segments.SegmentRow) -> bool:
-        """The first output of a row that is done, the last error of a row that failed."""
-        if row.kind is Mark.DONE:
-            return is_set(self._done, row.index) and self._places[row.index] == NOWHERE
-        return is_set(self._failed, row.index)
+        """The first output of a row that is done, the last error of a row that failed or was cancelled."""
+        if not is_set(self._bitmaps.get(row.kind, b""), row.index):
+            return False
+        return row.kind is not Mark.DONE or self._places[row.index] == NOWHERE
 
     def kind(self, index: int) -> Mark:
-        return Mark.DONE if is_set(self._done, index) else Mark.FAILED
+        return next((mark for mark, bits in self._bitmaps.items() if is_set(bits, index)), Mark.FAILED)
 
     def missing(self, mark: Mark) -> list[int]:
         """Rows with that mark which are in no segment."""
@@ -99,3 +98,21 @@ def set_bits(bits: bytes) -> Iterator[int]:
     for place, byte in enumerate(bits):
         if byte:
             yield from (place << 3 | bit for bit in range(8) if byte >> (7 - bit) & 1)
+
+
+def clear_bits(bits: bytes, count: int) -> Iterator[int]:
+    """The indices below `count` that are not set."""
+    for place in range((count + 7) >> 3):
+        byte = bits[place] if place < len(bits) else 0
+        if byte != 0xFF:
+            yield from (i for bit in range(8) if not byte >> (7 - bit) & 1 and (i := place << 3 | bit) < count)
+
+
+def union(bitmaps: Iterable[bytes]) -> bytes:
+    """What is set in any of `bitmaps`."""
+    found = list(bitmaps)
+    size = max(map(len, found), default=0)
+    joined = 0
+    for bits in found:
+        joined |= int.from_bytes(bits.ljust(size, b"\0"), "big")
+    return joined.to_bytes(size, "big")

@@ -37,6 +37,11 @@ class Folders:
         return self.outputs / ".segments"
 
     @property
+    def orphans(self) -> Path:
+        """Segments of batches that nobody knows, put aside."""
+        return self.outputs / ".orphans"
+
+    @property
     def processed(self) -> Path:
         return self.root / "batch_processed"
 

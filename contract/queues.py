@@ -1,22 +1,25 @@
 """Redis connection, queue names and enqueuing: what producer and worker must agree on about RQ.
 
-The only module besides `worker/intake.py` that imports rq. One prompt is one RQ job; the serializer is JSON, never
+The only module outside the worker that makes anything of rq. One prompt is one RQ job; the serializer is JSON, never
 pickle: whoever can write to Redis must not thereby be able to run code in a worker.
 
 Jobs that are queued here wait in the backlog of their batch (`contract.turns`), not in RQ's list of the queue.
 
 Seams of RQ 3.0 that this module stands on (held by tests/contract/test_queues.py): a job is a hash of
-`Job.to_dict()`, its queue a list of ids; `Retry(interval=0)` makes RQ's clean-up of an abandoned job put it back on its
-queue inside one transaction; `FailedJobRegistry.remove(pipeline=…)`; `Queue._prepare_for_queue` and `_persist_job`.
+`Job.to_dict()`, its queue a list of ids; the names of a queue's keys and of an execution's; `Retry(interval=0)` makes
+RQ's clean-up of an abandoned job put it back on its queue inside one transaction; `FailedJobRegistry.remove`,
+`Queue._prepare_for_queue` and `_persist_job`.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import zlib
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
+from pydantic import ValidationError
 from redis import Redis
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.client import Pipeline
@@ -24,6 +27,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry as RedisRetry
 from rq import Queue, Retry, Worker
+from rq.executions import Execution, ExecutionRegistry
 from rq.job import Job, JobStatus
 from rq.registry import FailedJobRegistry
 from rq.serializers import JSONSerializer
@@ -37,6 +41,7 @@ RETRIES = 1_000_000
 """RQ's own retry count only has to outlast any number of crashes: attempts are counted in `meta` by the worker."""
 FAILURE_TTL_S = 365 * 86_400
 RESPONSE_S = 30.0
+SCAN = 1_000
 
 
 def connect(url: str) -> Redis:
@@ -161,6 +166,186 @@ def _template(target: Queue) -> list[Any]:
 def _data(job: PromptJob) -> bytes:
     """The call as RQ's JSON serializer writes it: function, instance, positional and named arguments; compressed."""
     return zlib.compress(f'["{TASK}", null, [{job.model_dump_json(exclude_defaults=True)}], {{}}]'.encode())
+
+
+def _prompt(data: Any) -> PromptJob | None:
+    """The prompt in a job's call; None where there is none that can be read."""
+    try:
+        return PromptJob.model_validate(json.loads(zlib.decompress(data))[2][0])
+    except (TypeError, ValueError, LookupError, zlib.error, ValidationError):
+        return None
+
+
+class Places(NamedTuple):
+    """The keys between which the jobs of some batches of a queue move until they end, and those to move them by.
+
+    Ids stand in `lists`; in the sorted sets `sets` they stand alone or before a colon. This is the one list of such
+    places: who looks for a job, or takes it out of the queue, looks through all of them.
+    """
+
+    lists: tuple[str, ...]
+    sets: tuple[str, ...]
+    failed: str
+
+    @classmethod
+    def of(cls, target: Queue, batches: Iterable[str]) -> Places:
+        return cls(
+            lists=(target.key, target.intermediate_queue.key, *map(turns.backlog, batches)),
+            sets=(target.started_job_registry.key, target.scheduled_job_registry.key),
+            failed=target.failed_job_registry.key,
+        )
+
+    @property
+    def keys(self) -> list[str]:
+        return [*self.lists, *self.sets]
+
+
+def standing(redis: Redis, target: Queue, batches: Sequence[str]) -> int:
+    """How many jobs stand in the queue's places at this moment, backlogs of `batches` included."""
+    places = Places.of(target, batches)
+    with redis.pipeline(transaction=True) as pipe:
+        for key in places.lists:
+            pipe.llen(key)
+        for key in places.sets:
+            pipe.zcard(key)
+        return sum(pipe.execute())
+
+
+def job_ids(redis: Redis, target: Queue, batches: Sequence[str]) -> Iterator[str]:
+    """The id of every job of `batches` that stands in the queue's places, some maybe twice, with little memory.
+
+    Jobs move while this goes on, and one may pass unseen from a place not looked at yet to one that was. None is
+    missed that stays where it is: lists are read from their ends, because they are emptied at their fronts.
+    """
+    places = Places.of(target, batches)
+    for key in places.lists:
+        end = -1
+        while found := cast("list[bytes]", redis.lrange(key, end - SCAN + 1, end)):
+            yield from (job_id.decode(errors="replace") for job_id in found)
+            end -= SCAN
+    for key in places.sets:
+        for member, _ in redis.zscan_iter(key, count=SCAN):
+            yield member.decode(errors="replace").partition(":")[0]
+
+
+def prompts(redis: Redis, batch: str, indices: Sequence[int]) -> list[PromptJob | None]:
+    """The prompts of a batch's rows as their jobs hold them; None for a job that is gone or damaged."""
+    with redis.pipeline(transaction=False) as pipe:
+        for index in indices:
+            pipe.hget(Job.key_for(f"{batch}-{index}"), "data")
+        return [_prompt(data) for data in pipe.execute(raise_on_error=False)]
+
+
+def withdraw(redis: Redis, target: Queue, batch: str, ledger_keys: Sequence[str], rows: Sequence[int]) -> int:
+    """Mark those of `rows` that have not ended as cancelled, and take them out of the queue; returns how many.
+
+    `ledger_keys` are the batch's bitmaps in the order of `Mark`, and its starts. Jobs are deleted and leases ended, so
+    that whoever runs such a row can end it no more. All of it is one step.
+    """
+    places = Places.of(target, [batch])
+    patterns = [Job.key_for("%s"), Execution("%s", "%s", redis).key, ExecutionRegistry("%s", redis).key]
+    keys = [*ledger_keys, *places.keys]
+    words = [batch, len(places.lists), *patterns, *rows]
+    return cast(int, redis.eval(_WITHDRAW, len(keys), *keys, *words))
+
+
+def restore(
+    redis: Redis, target: Queue, batch: str, bitmaps: Sequence[str], rows: Sequence[int], jobs: Sequence[PromptJob] = ()
+) -> int:
+    """Put `rows` and `jobs` at the front of their batch's backlog if they have not ended and stand nowhere; how many.
+
+    `rows` are those whose jobs are there and only lost their place; `jobs` are written anew.
+    """
+    places, template = Places.of(target, [batch]), _template(target)
+    keys = [*bitmaps, places.failed, *_keys(target, batch), *places.keys]
+    words: list[Any] = [word for index in rows for word in (index, "", "")]
+    words += [word for job in jobs for word in (job.index, f"{job.batch} row {job.index}", _data(job))]
+    fixed = [batch, len(places.lists), Job.key_for("%s"), len(template), *template]
+    return cast(int, redis.eval(_RESTORE, len(keys), *keys, *fixed, *words))
+
+
+# KEYS the bitmap of each mark, that to be set last; starts, lists, sorted sets. ARGV batch, number of lists; patterns
+# of the keys job, execution, executions; row indices.
+# What is taken out of a list is overwritten first and removed in one go: so a list is walked through only once.
+_WITHDRAW = """
+local taken, count = {}, 0
+for row = 6, #ARGV do
+    local index = ARGV[row]
+    if redis.call('GETBIT', KEYS[1], index) + redis.call('GETBIT', KEYS[2], index)
+        + redis.call('GETBIT', KEYS[3], index) == 0 then
+        local id = ARGV[1] .. '-' .. index
+        redis.call('SETBIT', KEYS[3], index, 1)
+        redis.call('HDEL', KEYS[4], index)
+        redis.call('DEL', string.format(ARGV[3], id), string.format(ARGV[5], id))
+        taken[id] = true
+        count = count + 1
+    end
+end
+if count == 0 then return 0 end
+for place = 5, 4 + ARGV[2] do
+    local length, found = redis.call('LLEN', KEYS[place]), false
+    for first = 0, length - 1, 1000 do
+        for offset, id in ipairs(redis.call('LRANGE', KEYS[place], first, first + 999)) do
+            if taken[id] then
+                redis.call('LSET', KEYS[place], first + offset - 1, '')
+                found = true
+            end
+        end
+    end
+    if found then redis.call('LREM', KEYS[place], 0, '') end
+end
+for place = 5 + ARGV[2], #KEYS do
+    for _, member in ipairs(redis.call('ZRANGE', KEYS[place], 0, -1)) do
+        local id, execution = string.match(member, '^([^:]*):?(.*)$')
+        if taken[id] then
+            redis.call('ZREM', KEYS[place], member)
+            if execution ~= '' then redis.call('DEL', string.format(ARGV[4], id, execution)) end
+        end
+    end
+end
+return count
+"""
+
+# KEYS the bitmap of each mark, the failed jobs, backlog, turns, hours, the batch's record, lists, sorted sets. ARGV the
+# batch, number of lists, pattern of the key job, number of template words, the template; then index, description and
+# data of each row.
+_RESTORE = (
+    turns.JOIN
+    + """
+local nowhere, count, first = {}, 0, 5 + ARGV[4]
+for row = first, #ARGV, 3 do nowhere[ARGV[1] .. '-' .. ARGV[row]] = true end
+for place = 9, 8 + ARGV[2] do
+    for start = 0, redis.call('LLEN', KEYS[place]) - 1, 1000 do
+        for _, id in ipairs(redis.call('LRANGE', KEYS[place], start, start + 999)) do nowhere[id] = nil end
+    end
+end
+for place = 9 + ARGV[2], #KEYS do
+    for _, member in ipairs(redis.call('ZRANGE', KEYS[place], 0, -1)) do
+        nowhere[string.match(member, '^[^:]*')] = nil
+    end
+end
+for row = #ARGV - 2, first, -3 do
+    local index, data = ARGV[row], ARGV[row + 2]
+    local id = ARGV[1] .. '-' .. index
+    local job = string.format(ARGV[3], id)
+    local ended = redis.call('GETBIT', KEYS[1], index) + redis.call('GETBIT', KEYS[2], index)
+        + redis.call('GETBIT', KEYS[3], index)
+    if ended == 0 and nowhere[id] and (data ~= '' or redis.call('EXISTS', job) == 1) then
+        if data ~= '' then
+            redis.call('DEL', job)
+            redis.call('HSET', job, 'description', ARGV[row + 1], 'data', data, unpack(ARGV, 5, first - 1))
+        end
+        redis.call('HSET', job, 'status', 'queued')
+        redis.call('PERSIST', job)
+        redis.call('ZREM', KEYS[4], id)
+        redis.call('LPUSH', KEYS[5], id)
+        count = count + 1
+    end
+end
+if count > 0 then join(KEYS[6], KEYS[7], ARGV[1], KEYS[8]) end
+return count
+"""
+)
 
 
 def failed_jobs(redis: Redis, target: Queue, batch: str, indices: Sequence[int]) -> list[int]:

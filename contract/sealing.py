@@ -4,7 +4,7 @@ Whoever notices a complete batch seals it, worker or producer, under the ledger'
 repeated, so a crash anywhere is finished by the next one who looks:
 
     merge    the segments in index order, as the ledger says: a row marked done gives its first output, a row marked
-             failed its last error; memory is eight bytes a row, and the lines are copied from disk to disk
+             failed or cancelled its last error; memory is eight bytes a row, and the lines are copied from disk to disk
     publish  `{output}.errors.jsonl` and `{output}.txt`, then `{output}.jsonl`: who sees the last sees the others
     move     the source from `batch_inputs/.claimed/{batch}/` to `batch_processed/`
     close    the batch in the ledger; a while later its segments are removed
@@ -20,7 +20,7 @@ import contextlib
 import json
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -30,14 +30,14 @@ from redis.exceptions import LockError
 from redis.lock import Lock
 
 from contract import logs, paths, segments
+from contract.claimed import MANIFEST
 from contract.errors import DllmError, UsageError
 from contract.jobs import ErrorCode, ErrorDetail, ErrorRow
 from contract.ledger import LOCK_S, Batch, BatchState, Ledger, Mark
-from contract.merging import Merge, set_bits, without_index
+from contract.merging import Merge, set_bits, union, without_index
 from contract.paths import Folders
 from contract.queues import failed_jobs, queue, requeuing
 
-MANIFEST = "batch.json"
 PUT_BACK = "00-published.jsonl"
 WAIT_S = 10.0
 SYNCED_S = 10.0
@@ -83,7 +83,13 @@ def seal(batch: str, ledger: Ledger, folders: Folders) -> bool:
             logs.get(batch=batch).warning("sealing took too long and was taken over by another process")
             return False
     counts = record.counts
-    logs.get(batch=batch).info("batch published", output=record.spec.output, done=counts.done, failed=counts.failed)
+    logs.get(batch=batch).info(
+        "batch published",
+        output=record.spec.output,
+        done=counts.done,
+        failed=counts.failed,
+        cancelled=counts.cancelled,
+    )
     return True
 
 
@@ -92,26 +98,36 @@ def _sealable(record: Batch | None) -> bool:
 
 
 def errors(batch: str, ledger: Ledger, folders: Folders) -> Iterator[ErrorRow]:
-    """The failed rows of a batch in index order, published or not; none for an unknown batch."""
+    """The failed and cancelled rows of a batch in index order, published or not; none for an unknown batch."""
     record = ledger.get(batch)
     if record is None:
         return
-    failed = ledger.bitmap(batch, Mark.FAILED)
+    bitmaps = ledger.bitmaps(batch)
+    without = _without_output(bitmaps)
     if record.state is BatchState.DONE:
-        for index, text in _published(_errors_file(record, folders), failed):
+        for index, text in _published(_errors_file(record, folders), without):
             yield ErrorRow.model_validate({"index": index, **json.loads(text)})
         return
-    with Merge(folders.segments / batch, record.counts.submitted, b"", failed) as merge:
-        for index in set_bits(failed):
+    del bitmaps[Mark.DONE]
+    with Merge(folders.segments / batch, len(without) * 8, bitmaps) as merge:
+        for index in set_bits(without):
             row = merge.line(index)
-            yield ErrorRow.model_validate_json(row) if row else _lost(index)
+            yield ErrorRow.model_validate_json(row) if row else _unrecorded(index, merge.kind(index))
 
 
-def retry(batch: str, codes: set[ErrorCode] | None, ledger: Ledger, folders: Folders, redis: Redis) -> int:
-    """Queue the batch's failed rows again (only those with one of `codes`, when given); returns how many.
+def retry(
+    batch: str,
+    codes: Collection[ErrorCode] | None,
+    ledger: Ledger,
+    folders: Folders,
+    redis: Redis,
+    ids: Collection[str] | None = None,
+) -> int:
+    """Queue the batch's failed rows again (only those with one of `codes` and of `ids`, where given); returns how many.
 
     Rows that could not be read from the source have no job and stay failed, as do rows whose job is gone.
-    Raises UsageError for an unknown batch, or one whose published files were changed or moved away.
+    Raises UsageError for an unknown batch, for one of `ids` that no such row has, or for a batch whose published files
+    were changed or moved away.
     """
     record = ledger.get(batch)
     if record is None:
@@ -122,8 +138,7 @@ def retry(batch: str, codes: set[ErrorCode] | None, ledger: Ledger, folders: Fol
         record = ledger.get(batch)
         assert record is not None
         target = queue(redis, record.spec.model, record.spec.priority)
-        wanted = [row.index for row in errors(batch, ledger, folders) if codes is None or row.error.code in codes]
-        indices = failed_jobs(redis, target, batch, wanted)
+        indices = failed_jobs(redis, target, batch, _chosen(errors(batch, ledger, folders), codes, ids))
         if not indices:
             return 0
         if record.state is BatchState.DONE:
@@ -135,6 +150,17 @@ def retry(batch: str, codes: set[ErrorCode] | None, ledger: Ledger, folders: Fol
     return len(indices)
 
 
+def _chosen(rows: Iterable[ErrorRow], codes: Collection[ErrorCode] | None, ids: Collection[str] | None) -> list[int]:
+    found, missing = [], set(ids or ())
+    for row in rows:
+        if (codes is None or row.error.code in codes) and (ids is None or row.id in ids):
+            found.append(row.index)
+            missing.discard(row.id)
+    if missing:
+        raise UsageError(f"no failed row to choose has the id '{min(missing)}': `producer failed` lists them")
+    return found
+
+
 # Merging
 
 
@@ -142,9 +168,8 @@ def _publish(record: Batch, ledger: Ledger, folders: Folders, lease: _Lease) -> 
     spec, total = record.spec, record.counts.total or 0
     folder = folders.segments / spec.batch
     folder.mkdir(parents=True, exist_ok=True)
-    done, failed = ledger.bitmap(spec.batch, Mark.DONE), ledger.bitmap(spec.batch, Mark.FAILED)
     with contextlib.ExitStack() as stack:
-        merge = stack.enter_context(Merge(folder, total, done, failed, lease.keep))
+        merge = stack.enter_context(Merge(folder, total, ledger.bitmaps(spec.batch), lease.keep))
         lease.hold()  # who took over from us may have removed the segments, and nothing was lost
         _admit_losses(merge, record, ledger)
         parts = [folder / f".{name}.{uuid4().hex}.part" for name in ("outputs", "errors", "text")]
@@ -153,7 +178,7 @@ def _publish(record: Batch, ledger: Ledger, folders: Folders, lease: _Lease) -> 
             lease.keep()
             row = merge.line(index)
             ok = row is not None and merge.kind(index) is Mark.DONE
-            row = row or segments.line(_lost(index))
+            row = row or segments.line(_unrecorded(index, merge.kind(index)))
             (outputs if ok else failures).write(without_index(row))
             if spec.kind == "txt":
                 text.write(_readable(json.loads(row), whole_file=spec.txt_mode == "file"))
@@ -179,8 +204,15 @@ def _admit_losses(merge: Merge, record: Batch, ledger: Ledger) -> None:
         logs.get(batch=batch).error("error rows were lost from the disk", rows=len(lost_errors), first=lost_errors[0])
 
 
-def _lost(index: int) -> ErrorRow:
+def _without_output(bitmaps: dict[Mark, bytes]) -> bytes:
+    return union([bitmaps[Mark.FAILED], bitmaps[Mark.CANCELLED]])
+
+
+def _unrecorded(index: int, kind: Mark) -> ErrorRow:
+    """The row to publish for one that ended and is in no segment."""
     detail = ErrorDetail(code=ErrorCode.WORKER_CRASHED, message="the row ended, but its record was lost from the disk")
+    if kind is Mark.CANCELLED:
+        detail = ErrorDetail(code=ErrorCode.CANCELLED, message="cancelled")
     return ErrorRow(index=index, id=str(index), line=0, prompt=None, error=detail)
 
 
@@ -240,9 +272,10 @@ def _put_back(record: Batch, ledger: Ledger, folders: Folders, lease: _Lease) ->
     _remove(folder, lease)
     folder.mkdir(parents=True)
     part = folder / f".put-back.{uuid4().hex}.part"
-    done, failed = (ledger.bitmap(record.spec.batch, mark) for mark in (Mark.DONE, Mark.FAILED))
+    bitmaps = ledger.bitmaps(record.spec.batch)
+    outputs, failures = _outputs_file(record, folders), _errors_file(record, folders)
     with part.open("wb") as segment:
-        for path, bits in ((_outputs_file(record, folders), done), (_errors_file(record, folders), failed)):
+        for path, bits in ((outputs, bitmaps[Mark.DONE]), (failures, _without_output(bitmaps))):
             for index, text in _published(path, bits):
                 lease.keep()
                 segment.write(b'{"index":%d,%s' % (index, text.lstrip()[1:]))

@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 from pydantic_core import PydanticSerializationError
 
-from contract.jobs import Row
+from contract.jobs import ErrorCode, Row
 from contract.ledger import Mark
 from contract.paths import Folders, fsync_folder
 
@@ -138,8 +138,16 @@ def rows(path: Path) -> Iterator[SegmentRow]:
         for text in stream:
             row = parse(text)
             if row is not None:
-                yield SegmentRow(row["index"], offset, len(text) - 1, Mark.DONE if "output" in row else Mark.FAILED)
+                yield SegmentRow(row["index"], offset, len(text) - 1, _kind(row))
             offset += len(text)
+
+
+def _kind(row: dict[str, Any]) -> Mark:
+    if "output" in row:
+        return Mark.DONE
+    error = row["error"]
+    cancelled = isinstance(error, dict) and error.get("code") == ErrorCode.CANCELLED
+    return Mark.CANCELLED if cancelled else Mark.FAILED
 
 
 def parse(text: bytes) -> dict[str, Any] | None:

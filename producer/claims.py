@@ -7,7 +7,6 @@ when Redis has lost everything. Knows no lines and no prompts; never overwrites 
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import secrets
@@ -20,18 +19,17 @@ from typing import Literal, NamedTuple, cast
 
 from pydantic import ValidationError
 
-from contract import logs
+from contract import claimed, logs
+from contract.claimed import MANIFEST, idle_s
 from contract.errors import DllmError, UsageError
 from contract.hours import Hours
 from contract.ledger import Batch, BatchSpec, BatchState, Ledger
-from contract.paths import Folders, fsync_folder, publish
+from contract.paths import Folders, publish
 from contract.settings import ProducerSettings
 from producer.notices import Notices
 
-MANIFEST = "batch.json"
 PARTIAL = ".copy.part"
 KINDS: dict[str, Literal["txt", "jsonl"]] = {".txt": "txt", ".jsonl": "jsonl"}
-OUTPUT_ENDS = (".jsonl", ".txt", ".errors.jsonl")
 LONGEST_SLUG = 40
 LONGEST_OUTPUT = 200
 ABANDONED_S = 60.0
@@ -67,13 +65,13 @@ class Claims:
 
     def source(self, spec: BatchSpec) -> Path:
         """Where the source of a batch lies while the batch runs."""
-        return self.folders.claimed / spec.batch / spec.source
+        return claimed.source(spec, self.folders)
 
     def take(self, file: Path, look: Look, name: str | None = None) -> BatchSpec | None:
         """Move a dropped file into a new batch; None when somebody else took it or `look` is not true any more."""
         spec = self._plan(file, name)
         try:
-            self._write_manifest(spec)
+            claimed.write_manifest(spec, self.folders)
             if Look.at(file) != look:
                 self._discard(spec)
                 return None
@@ -84,7 +82,8 @@ class Claims:
         except OSError:
             self._discard(spec)
             raise
-        return self._record(spec)
+        claimed.record(spec, self.ledger, self.folders)
+        return spec
 
     def snapshot(self, file: Path, name: str | None = None) -> BatchSpec:
         """Copy the user's own file into a new batch: what happens to the file afterwards does not matter.
@@ -96,7 +95,7 @@ class Claims:
         partial = target.with_name(PARTIAL)
         before = os.stat(file)
         try:
-            self._write_manifest(spec)
+            claimed.write_manifest(spec, self.folders)
             shutil.copyfile(file, partial)
             after = os.stat(file)
             if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
@@ -106,7 +105,8 @@ class Claims:
             partial.unlink(missing_ok=True)
             self._discard(spec)
             raise
-        return self._record(spec)
+        claimed.record(spec, self.ledger, self.folders)
+        return spec
 
     def pending(self) -> list[BatchSpec]:
         """Claimed batches that are not submitted to their end, the oldest first.
@@ -114,7 +114,7 @@ class Claims:
         Finishes what a crash interrupted on the way: records batches that the ledger does not know, and sweeps
         folders that never got their source.
         """
-        found = [spec for folder in self._claimed() if (spec := self._read_manifest(folder)) is not None]
+        found = [spec for folder in claimed.entries(self.folders) if (spec := self._read_manifest(folder)) is not None]
         known = {batch.spec.batch: batch for batch in self.ledger.get_many([spec.batch for spec in found])}
         open_ones = [self._settle(spec, known.get(spec.batch)) for spec in found]
         return sorted((spec for spec in open_ones if spec), key=lambda spec: spec.created_at)
@@ -125,7 +125,7 @@ class Claims:
             self._without_source(spec, batch)
             return None
         if batch is None:
-            return self._adopt(spec)
+            return claimed.adopt(spec, self.ledger, self.folders)
         return spec if batch.state is BatchState.SUBMITTING else None
 
     def _without_source(self, spec: BatchSpec, batch: Batch | None) -> None:
@@ -133,22 +133,8 @@ class Claims:
         if batch is not None and batch.state is BatchState.SUBMITTING:
             place = str(self.source(spec))
             self._notices.warn(spec.batch, "source is gone: put it back to go on", batch=spec.batch, file=place)
-        elif (batch is None or batch.state is BatchState.DONE) and _idle_s(self.source(spec).parent) > ABANDONED_S:
+        elif (batch is None or batch.state is BatchState.DONE) and idle_s(self.source(spec).parent) > ABANDONED_S:
             self._discard(spec, keep_name=batch is not None)
-
-    def _adopt(self, spec: BatchSpec) -> BatchSpec:
-        """Record a claimed batch of which the ledger knows nothing, under its old name if that is still its own."""
-        if self._published(spec.output) or not self._reserve(spec.batch, spec.output):
-            spec = spec.model_copy(update={"output": self._reserve_output(spec.output, spec.batch)})
-            self._write_manifest(spec)
-        logs.get(batch=spec.batch).info("claimed file found that no batch was recorded for", file=spec.source)
-        return self._record(spec)
-
-    def _record(self, spec: BatchSpec) -> BatchSpec:
-        fsync_folder(self.source(spec).parent)
-        self.ledger.create(spec)
-        logs.get(batch=spec.batch).info("batch created", file=spec.source, output=spec.output, model=spec.model)
-        return spec
 
     def _plan(self, file: Path, name: str | None) -> BatchSpec:
         stem = name or file.stem
@@ -157,7 +143,7 @@ class Claims:
         return BatchSpec(
             batch=batch,
             source=file.name,
-            output=self._reserve_output(output_stem(stem), batch),
+            output=claimed.reserve_output(output_stem(stem), batch, self.ledger, self.folders),
             kind=KINDS[file.suffix.lower()],
             txt_mode=self.settings.txt_mode,
             model=self.settings.queue_model,
@@ -167,33 +153,11 @@ class Claims:
             hours=Hours.of(self.settings.not_before, self.settings.window, now),
         )
 
-    def _reserve_output(self, stem: str, batch: str) -> str:
-        """`stem`, or `stem-2`, `stem-3` …: the first that no batch owns and no file has."""
-        numbered = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
-        return next(name for name in numbered if not self._published(name) and self._reserve(batch, name))
-
-    def _reserve(self, batch: str, name: str) -> bool:
-        return self.ledger.reserve_output(batch, _folded(name))
-
-    def _published(self, name: str) -> bool:
-        return any(os.path.lexists(self.folders.outputs / f"{name}{end}") for end in OUTPUT_ENDS)
-
-    def _claimed(self) -> list[Path]:
-        return sorted(entry for entry in self.folders.claimed.iterdir() if entry.is_dir() and not entry.is_symlink())
-
-    def _write_manifest(self, spec: BatchSpec) -> None:
-        folder = self.folders.claimed / spec.batch
-        folder.mkdir(parents=True, exist_ok=True)
-        fsync_folder(folder.parent)
-        partial = folder / f".{MANIFEST}.part"
-        partial.write_text(spec.model_dump_json(indent=1), encoding="utf-8")
-        publish(partial, folder / MANIFEST)
-
     def _read_manifest(self, folder: Path) -> BatchSpec | None:
         try:
-            spec = BatchSpec.model_validate_json((folder / MANIFEST).read_bytes())
+            spec = claimed.read_manifest(folder)
         except FileNotFoundError:
-            if _idle_s(folder) > ABANDONED_S:
+            if idle_s(folder) > ABANDONED_S:
                 _remove(folder)
             return None
         except (OSError, ValidationError) as error:
@@ -205,7 +169,7 @@ class Claims:
         """Take back a claim that has no source."""
         _remove(self.folders.claimed / spec.batch)
         if not keep_name:
-            self.ledger.release_output(spec.batch, _folded(spec.output))
+            claimed.release_output(spec, self.ledger)
 
 
 def is_utf8(name: str) -> bool:
@@ -231,20 +195,6 @@ def slug(stem: str) -> str:
     """`stem` in the letters that batch ids may have: A-Z, a-z, 0-9, dash and underscore."""
     plain = unicodedata.normalize("NFKD", stem).encode("ascii", "ignore").decode()
     return re.sub(r"[^A-Za-z0-9_]+", "-", plain)[:LONGEST_SLUG].strip("-") or "batch"
-
-
-def _folded(name: str) -> str:
-    """What two names have in common that are one file where case or the spelling of accents makes no difference."""
-    return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
-
-
-def _idle_s(folder: Path) -> float:
-    """Seconds since anything in `folder` changed; endless while it is not there."""
-    try:
-        changed = [os.lstat(folder).st_mtime, *(entry.lstat().st_mtime for entry in folder.iterdir())]
-    except FileNotFoundError:
-        return 0.0
-    return time.time() - max(changed)
 
 
 def _remove(folder: Path) -> None:

@@ -6,6 +6,7 @@ Exit codes: 0 all well, 1 something failed, 2 wrong usage, 130 interrupted while
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -21,16 +22,17 @@ import typer
 from redis.exceptions import RedisError
 from rich.progress import Progress as Bar
 
-from contract import logs, paths, queues, sealing, server
+from contract import cancelling, logs, paths, queues, sealing, server
 from contract.errors import BadPrompt, DllmError, UsageError, nearest
 from contract.hours import closed_until
-from contract.jobs import PRIORITIES, ErrorCode
-from contract.ledger import BatchSpec, BatchState, Cursor, Ledger
+from contract.jobs import PRIORITIES, ErrorCode, ErrorRow
+from contract.ledger import Batch, BatchSpec, BatchState, Cursor, Ledger
 from contract.paths import Folders
 from contract.sampling import parse_params
 from contract.settings import ProducerSettings, read
 from producer import display, report
 from producer.claims import KINDS, Claims, Look, checked_name, is_utf8
+from producer.doctor import examine
 from producer.submitter import OUTAGES, Progress, pause_after, submit, wait
 from producer.watcher import Watcher
 
@@ -38,6 +40,7 @@ POLL_S = 0.25
 SEAL_AFTER_S = 2.0
 """A worker publishes a batch it completes at once; one that nobody published by then is published here."""
 INTERRUPTED = 130
+FAILED_SHOWN = 100
 
 app = typer.Typer(
     name="producer",
@@ -54,6 +57,8 @@ RedisUrl = Annotated[
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else")]
 BatchId = Annotated[str, typer.Argument(metavar="BATCH", help="Batch id, as `submit` and `status` print it")]
+MaybeBatch = Annotated[str | None, typer.Argument(metavar="[BATCH]", help="Batch id, as `status` prints it")]
+Ids = Annotated[list[str] | None, typer.Option("--id", help="Only the row with this id; may be repeated")]
 Codes = Annotated[list[str] | None, typer.Option("--code", help="Only rows with this error code; may be repeated")]
 
 
@@ -201,40 +206,127 @@ def results(
 
 @app.command()
 def failed(
-    batch: BatchId,
+    batch: MaybeBatch = None,
     code: Codes = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, help="At most so many rows [100 of all batches; all of one]")
+    ] = None,
     as_json: Json = False,
     root: Root = None,
     redis_url: RedisUrl = None,
     debug: Debug = False,
 ) -> None:
-    """List a batch's failed rows, why they failed, and what to do about it."""
+    """List failed rows, of a batch or of all (the newest first), why they failed, and what to do about it."""
     with _errors(debug):
         codes = _codes(code)
         session = Session.open({"root": root, "redis_url": redis_url})
-        report.find(batch, session.ledger)
-        found = sealing.errors(batch, session.ledger, session.folders)
-        rows = [row for row in found if codes is None or row.error.code in codes]
+        if batch is not None:
+            report.find(batch, session.ledger)
+        most = limit or (FAILED_SHOWN if batch is None else None)
+        found = report.dead_letters(session.ledger, session.folders, batch, codes)
+        rows = itertools.islice(found, most)
         if as_json:
-            document = {"batch": batch, "errors": [row.model_dump(mode="json") for row in rows]}
-            display.answer(json.dumps(document, indent=2))
-        elif rows:
-            display.failures(rows)
-        else:
+            _answer_failures(batch, rows)
+        elif display.failures(rows) == 0:
             display.answer("no failed rows")
+        if most is not None and next(found, None) is not None:
+            display.say(f"there are more: these are the first {most}, --limit sets how many")
 
 
 @app.command()
 def retry(
-    batch: BatchId, code: Codes = None, root: Root = None, redis_url: RedisUrl = None, debug: Debug = False
+    batch: MaybeBatch = None,
+    all_: Annotated[bool, typer.Option("--all", help="Failed rows of all batches")] = False,
+    code: Codes = None,
+    id_: Ids = None,
+    as_json: Json = False,
+    root: Root = None,
+    redis_url: RedisUrl = None,
+    debug: Debug = False,
 ) -> None:
-    """Queue a batch's failed rows again. Rows that could not be read from the file stay failed."""
+    """Queue failed rows again, of a batch or of all. Rows that could not be read from the file stay failed."""
     with _errors(debug):
+        if (batch is None) != all_:
+            raise UsageError("give BATCH or --all, and not both")
+        if all_ and id_:
+            raise UsageError("--id goes with BATCH: ids are a batch's own")
         codes = _codes(code)
         session = Session.open({"root": root, "redis_url": redis_url})
-        report.find(batch, session.ledger)
-        count = sealing.retry(batch, codes, session.ledger, session.folders, session.ledger.redis)
-        display.answer(f"{count} {'row' if count == 1 else 'rows'} queued again")
+        chosen = [report.find(batch, session.ledger).spec.batch] if batch else _with_failures(session)
+        queued, refused = {}, []
+        for one in chosen:
+            try:
+                queued[one] = sealing.retry(one, codes, session.ledger, session.folders, session.ledger.redis, id_)
+            except UsageError as error:
+                if batch:
+                    raise
+                refused.append(one)
+                display.say(f"{one}: {error}")
+        count = sum(queued.values())
+        if as_json:
+            batches = [{"batch": one, "queued": rows} for one, rows in queued.items() if rows or batch]
+            display.answer(json.dumps({"queued": count, "batches": batches, "refused": refused}, indent=2))
+        else:
+            display.answer(f"{_rows(count)} queued again")
+        if refused:
+            raise typer.Exit(1)
+
+
+@app.command("cancel")
+def cancel_command(
+    batch: BatchId,
+    id_: Ids = None,
+    as_json: Json = False,
+    root: Root = None,
+    redis_url: RedisUrl = None,
+    debug: Debug = False,
+) -> None:
+    """End a batch's rows that wait or run, or only those with --id; what is done is published."""
+    with _errors(debug):
+        session = Session.open({"root": root, "redis_url": redis_url})
+        before = report.find(batch, session.ledger)
+        if id_:
+            ended = cancelling.cancel_rows(batch, id_, session.ledger, session.folders)
+        else:
+            ended = cancelling.cancel(batch, session.ledger, session.folders)
+        after = report.batch_reports([report.find(batch, session.ledger)], session.ledger, session.folders)[0]
+        if as_json:
+            document = {"batch": batch, "cancelled": ended.rows, "unknown": ended.unknown}
+            display.answer(json.dumps({**document, "status": after.model_dump(mode="json")}, indent=2))
+        else:
+            display.answer(_told(before, after, ended))
+        for one in ended.unknown:
+            display.say(f"no row with the id '{one}' waits or runs: it ended, or was not read yet, or never was")
+        if ended.unknown:
+            raise typer.Exit(1)
+
+
+@app.command()
+def doctor(
+    fix: Annotated[bool, typer.Option("--fix", help="Repair what can be repaired")] = False,
+    as_json: Json = False,
+    root: Root = None,
+    redis_url: RedisUrl = None,
+    debug: Debug = False,
+) -> None:
+    """Say, a line each, what is wrong with queues, folders, server and machine; exits 1 if anything is left so."""
+    with _errors(debug):
+        settings = read(ProducerSettings, {"root": root, "redis_url": redis_url})
+        with contextlib.suppress(OSError):  # a folder that cannot be written is a finding
+            logs.set_up(settings.folders.logs, "producer", settings.log_level, settings.log_max_mb, quiet=True)
+        found = []
+        for one in examine(settings, fix):
+            found.append(one)
+            if not as_json:
+                display.diagnosis(one)
+        healthy = all(one.done is not None for one in found)
+        if as_json:
+            findings = [one.model_dump(mode="json") for one in found]
+            display.answer(json.dumps({"healthy": healthy, "findings": findings}, indent=2))
+        elif not found:
+            display.answer("all is well")
+        if not healthy:
+            raise typer.Exit(1)
 
 
 @app.command("stop-server")
@@ -379,7 +471,7 @@ class _Meter:
 
 
 def _wait_for(specs: list[BatchSpec], session: Session, stop: Stop) -> None:
-    """Follow batches until they are published. Exits 1 if any row failed."""
+    """Follow batches until they are published. Exits 1 if any row failed or was cancelled."""
     failures = 0
     with display.waiting_bar() as bar:
         for spec in specs:
@@ -394,7 +486,7 @@ def _wait_for(specs: list[BatchSpec], session: Session, stop: Stop) -> None:
 
 
 def _follow(spec: BatchSpec, session: Session, stop: Stop, bar: Bar) -> int:
-    """Wait until the batch is published or `stop`; returns how many rows failed."""
+    """Wait until the batch is published or `stop`; returns how many rows have no output."""
     task = bar.add_task(display.short(spec.source, 32), total=None, failed=0)
     complete_since: float | None = None
     outages = 0
@@ -404,7 +496,7 @@ def _follow(spec: BatchSpec, session: Session, stop: Stop, bar: Bar) -> int:
             counts = batch.counts
             bar.update(task, completed=counts.ended, total=counts.total, failed=counts.failed)
             if batch.state is BatchState.DONE:
-                return counts.failed
+                return counts.failed + counts.cancelled
             complete_since = (complete_since or time.monotonic()) if counts.complete else None
             if complete_since and time.monotonic() - complete_since > SEAL_AFTER_S:
                 sealing.seal(spec.batch, session.ledger, session.folders)
@@ -419,9 +511,36 @@ def _follow(spec: BatchSpec, session: Session, stop: Stop, bar: Bar) -> int:
 def _summary(spec: BatchSpec, session: Session) -> None:
     batch = report.find(spec.batch, session.ledger)
     files = ", ".join(_near(file) for file in report.published(batch, session.folders))
-    display.say(f"{spec.batch}: {batch.counts.done} done, {batch.counts.failed} failed: {files}")
+    cancelled = f", {batch.counts.cancelled} cancelled" if batch.counts.cancelled else ""
+    display.say(f"{spec.batch}: {batch.counts.done} done, {batch.counts.failed} failed{cancelled}: {files}")
     if batch.counts.failed:
         display.say(f"`producer failed {spec.batch}` says why")
+
+
+def _answer_failures(batch: str | None, rows: Iterator[tuple[str, ErrorRow]]) -> None:
+    """One JSON document, written as its rows come."""
+    display.answer("{" + (f'"batch": {json.dumps(batch)}, ' if batch else "") + '"errors": [')
+    for number, (of, row) in enumerate(rows):
+        shown = row.model_dump(mode="json") if batch else {"batch": of, **row.model_dump(mode="json")}
+        display.answer((", " if number else "") + json.dumps(shown))
+    display.answer("]}")
+
+
+def _with_failures(session: Session) -> list[str]:
+    return [batch.spec.batch for batch in session.ledger.newest_first() if batch.counts.failed]
+
+
+def _told(before: Batch, after: report.BatchReport, ended: cancelling.Cancelled) -> str:
+    if before.state is BatchState.DONE:
+        how = "cancelled" if before.cancelled_at is not None else "published"
+        return f"nothing to cancel: the batch was {how} already"
+    counts = f"{after.done} done, {after.failed} failed, {after.cancelled} cancelled"
+    unread = ", and no more of the file is read" if after.unread and before.cancelled_at is None else ""
+    return f"{_rows(ended.rows)} cancelled{unread}; the batch stands at {counts}"
+
+
+def _rows(count: int) -> str:
+    return f"{count} {'row' if count == 1 else 'rows'}"
 
 
 def _write_rows(rows: Iterator[bytes], output: Path | None) -> int:

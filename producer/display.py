@@ -5,6 +5,7 @@ Rich on a terminal, plain aligned text where the output is piped. Progress goes 
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -16,9 +17,12 @@ from rich.table import Table
 from rich.text import Text
 
 from contract.jobs import REMEDIES, ErrorCode, ErrorRow
+from producer.doctor import Diagnosis
 from producer.report import BatchReport, SystemReport
 
 LONGEST_CELL = 60
+PAGE = 1_000
+"""Rows of a table that may be long; what is longer is several tables."""
 SOON_S = 20 * 3600.0
 """A clock time this near is told without its date."""
 
@@ -82,7 +86,7 @@ def system(report: SystemReport) -> None:
     """Batches, queues and workers at a glance."""
     if report.batches:
         table(
-            ("BATCH", "STATE", "DONE", "FAILED", "TOTAL", "ROWS/S", "LEFT", "MODEL", "FILE"),
+            ("BATCH", "STATE", "DONE", "FAILED", "CANCELLED", "TOTAL", "ROWS/S", "LEFT", "MODEL", "FILE"),
             [_batch_row(batch) for batch in report.batches],
         )
     else:
@@ -109,6 +113,7 @@ def _batch_row(batch: BatchReport) -> tuple[object, ...]:
         _state(batch),
         batch.done,
         batch.failed,
+        batch.cancelled,
         f"{total}+" if batch.total is None else total,
         f"{batch.rate:.2f}",
         "-" if batch.finished_at else duration(batch.eta_s),
@@ -135,6 +140,7 @@ def batch(report: BatchReport) -> None:
         ("submitted", report.submitted),
         ("done", report.done),
         ("failed", report.failed),
+        ("cancelled", f"{report.cancelled}{' (the file was not read to its end)' if report.unread else ''}"),
         ("rows/s", f"{report.rate:.2f}"),
         ("elapsed", duration(report.elapsed_s)),
         ("left", "-" if report.finished_at else duration(report.eta_s)),
@@ -143,18 +149,37 @@ def batch(report: BatchReport) -> None:
     answer("\n".join(f"{name:<10} {value}" for name, value in facts))
 
 
-def failures(rows: Sequence[ErrorRow]) -> None:
-    """Failed rows, and for each code among them what to do."""
-    table(
-        ("ROW", "ID", "CODE", "ATTEMPTS", "MESSAGE", "PROMPT"),
-        [
-            (row.index, short(row.id, 24), row.error.code, row.error.attempts, safe(row.error.message), _prompt(row))
-            for row in rows
-        ],
-    )
-    answer("")
-    for code in sorted({row.error.code for row in rows}):
-        answer(f"{code}: {REMEDIES[ErrorCode(code)]}")
+def failures(rows: Iterable[tuple[str, ErrorRow]]) -> int:
+    """Failed rows with their batches, page after page, and for each code among them what to do; returns how many."""
+    codes: set[ErrorCode] = set()
+    count = 0
+    rest = iter(rows)
+    while page := list(itertools.islice(rest, PAGE)):
+        table(
+            ("BATCH", "ROW", "ID", "CODE", "ATTEMPTS", "MESSAGE", "PROMPT"),
+            [
+                (batch, row.index, short(row.id, 24), error.code, error.attempts, safe(error.message), _prompt(row))
+                for batch, row in page
+                for error in [row.error]
+            ],
+        )
+        answer("")
+        codes |= {row.error.code for _, row in page}
+        count += len(page)
+    for code in sorted(codes):
+        answer(f"{code}: {REMEDIES[code]}")
+    return count
+
+
+def diagnosis(found: Diagnosis) -> None:
+    """What is wrong and what was or can be done about it, on one line."""
+    if found.done is not None:
+        outcome = f"fixed: {found.done}"
+    elif found.refused is not None:
+        outcome = f"not fixed: {found.refused}"
+    else:
+        outcome = f"--fix {found.remedy}" if found.fixable else f"to do: {found.remedy}"
+    answer(safe(f"{found.kind}  {found.where}: {found.what}; {outcome}"))
 
 
 def _prompt(row: ErrorRow) -> str:

@@ -6,15 +6,15 @@ Reads the ledger, the queues and the output folders, changes nothing and prints 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from contract import queues, turns
+from contract import logs, queues, sealing, turns
 from contract.errors import UsageError, nearest
 from contract.hours import closed_until
-from contract.jobs import Priority
+from contract.jobs import ErrorCode, ErrorRow, Priority
 from contract.ledger import Batch, BatchState, Ledger, Mark
 from contract.merging import Merge, set_bits, without_index
 from contract.paths import Folders
@@ -42,8 +42,11 @@ class BatchReport(BaseModel):
     submitted: int
     done: int
     failed: int
+    cancelled: int
     created_at: float
     finished_at: float | None
+    cancelled_at: float | None
+    unread: bool
     elapsed_s: float
     rate: float
     eta_s: float | None
@@ -147,13 +150,36 @@ def _report(batch: Batch, waits_until: float | None, folders: Folders) -> BatchR
         submitted=counts.submitted,
         done=counts.done,
         failed=counts.failed,
+        cancelled=counts.cancelled,
         created_at=spec.created_at,
         finished_at=batch.finished_at,
+        cancelled_at=batch.cancelled_at,
+        unread=batch.unread,
         elapsed_s=round(elapsed, 3),
         rate=round(rate, 3),
         eta_s=round(left / rate, 1) if left is not None and rate > 0 else None,
         files=[str(path) for path in published(batch, folders)],
     )
+
+
+def dead_letters(
+    ledger: Ledger, folders: Folders, batch: str | None, codes: Collection[ErrorCode] | None
+) -> Iterator[tuple[str, ErrorRow]]:
+    """Failed rows with the id of their batch, one at a time: of one batch, or of all, the newest batch first.
+
+    Cancelled rows only where `codes` ask for them. Of all batches, one whose files were changed is passed over.
+    """
+    wanted = set(codes) if codes else set(ErrorCode) - {ErrorCode.CANCELLED}
+    if batch is not None:
+        yield from ((batch, row) for row in sealing.errors(batch, ledger, folders) if row.error.code in wanted)
+        return
+    for found in ledger.newest_first():
+        if not (found.counts.failed or (found.counts.cancelled and ErrorCode.CANCELLED in wanted)):
+            continue
+        try:
+            yield from dead_letters(ledger, folders, found.spec.batch, codes)
+        except UsageError as error:
+            logs.get(batch=found.spec.batch).warning("failed rows cannot be read", reason=str(error))
 
 
 def published(batch: Batch, folders: Folders) -> list[Path]:
@@ -179,7 +205,7 @@ def outputs(batch: Batch, ledger: Ledger, folders: Folders) -> Iterator[bytes]:
 def _outputs_so_far(batch: Batch, ledger: Ledger, folders: Folders) -> Iterator[bytes]:
     """Rows marked done, from the segments. The batch may be published at any moment, which the segments outlive."""
     done = ledger.bitmap(batch.spec.batch, Mark.DONE)
-    with Merge(folders.segments / batch.spec.batch, len(done) * 8, done, b"") as merge:
+    with Merge(folders.segments / batch.spec.batch, len(done) * 8, {Mark.DONE: done}) as merge:
         for index in set_bits(done):
             row = merge.line(index)
             if row is not None:

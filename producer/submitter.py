@@ -23,9 +23,9 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from contract import logs, queues, sealing
 from contract.jobs import ErrorRow, PromptJob
 from contract.ledger import LOCK_S, BatchSpec, BatchState, Counts, Cursor, Ledger
+from contract.parser import Parsed, parse
 from contract.segments import SegmentWriter
 from contract.settings import ProducerSettings
-from producer.parser import Parsed, parse
 
 CHUNK_ROWS = 500
 CHUNK_BYTES = 1 << 20

@@ -6,6 +6,7 @@ in a folder of its own for the whole run and is emptied before each test.
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import signal
@@ -18,16 +19,19 @@ from typing import Any
 
 import pytest
 from redis import Redis
+from rq.job import Job
 
-from contract import server, turns
+from contract import claimed, server, turns
 from contract.jobs import Completion, ErrorCode, ErrorDetail, ErrorRow, PromptJob, Usage
 from contract.ledger import BatchSpec, Cursor, Ledger
+from contract.parser import Parsed, parse
 from contract.paths import Folders
-from contract.queues import connect, enqueuing, queue
+from contract.queues import Places, connect, enqueuing, queue
 from contract.sampling import SamplingParams
 from contract.settings import ProducerSettings, WorkerSettings
 
 PATIENCE_S = 20.0
+LIMIT = 1 << 16
 
 
 @pytest.fixture(autouse=True)
@@ -120,6 +124,49 @@ def submit(ledger: Ledger, redis: Redis, folders: Folders) -> Callable[..., str]
 
 
 @pytest.fixture
+def parsed() -> Callable[..., list[Parsed]]:
+    """Read a source from memory: `parsed(content, cursor=…, limit=…, **spec values)`."""
+
+    def read(content: bytes | str, cursor: Cursor | None = None, limit: int = LIMIT, **values: Any) -> list[Parsed]:
+        raw = content if isinstance(content, bytes) else content.encode()
+        return list(parse(io.BytesIO(raw), batch_spec(**values), cursor or Cursor(), limit))
+
+    return read
+
+
+@pytest.fixture
+def rows(parsed: Callable[..., list[Parsed]]) -> Callable[..., list[PromptJob | ErrorRow]]:
+    """The rows alone."""
+    return lambda *args, **values: [found.row for found in parsed(*args, **values)]
+
+
+@pytest.fixture
+def claim(redis: Redis, ledger: Ledger, folders: Folders) -> Callable[..., BatchSpec]:
+    """Claim a source of `count` rows as batch `b` and queue all of them."""
+
+    def claimed_and_queued(count: int, **values: Any) -> BatchSpec:
+        spec = batch_spec(**values)
+        claimed.write_manifest(spec, folders)
+        source = claimed.source(spec, folders)
+        source.write_text("".join(f'{{"id": "id-{index}", "prompt": "prompt {index}"}}\n' for index in range(count)))
+        ledger.create(spec)
+        with source.open("rb") as stream:
+            rows = list(parse(stream, spec, Cursor(), 1 << 20))
+        jobs = [parsed.row for parsed in rows]
+        assert ledger.advance(
+            spec.batch,
+            Cursor(),
+            rows[-1].cursor,
+            [],
+            enqueuing(queue(redis, spec.model, spec.priority), jobs),
+            last=True,  # type: ignore[arg-type]
+        )
+        return spec
+
+    return claimed_and_queued
+
+
+@pytest.fixture
 def completion() -> Callable[..., Completion]:
     """An output row for a prompt of `submit`."""
     return completion_row
@@ -143,6 +190,24 @@ def waiting_ids(redis: Redis, model: str = "demo", priority: Any = "normal") -> 
     batches = [*redis.zrange(turns.turns(target.name), 0, -1), *redis.zrange(turns.hours(target.name), 0, -1)]
     keys = [target.key, *(turns.backlog(batch.decode()) for batch in dict.fromkeys(batches))]
     return [job_id.decode() for key in keys for job_id in redis.lrange(key, 0, -1)]
+
+
+def lose(redis: Redis, *job_ids: str) -> None:
+    """Take jobs that wait out of the queue without a trace, as a process that dies between two steps does."""
+    for job_id in job_ids:
+        assert (
+            sum(
+                redis.lrem(key, 1, job_id)
+                for key in Places.of(queue(redis, "demo", "normal"), [job_id.rpartition("-")[0]]).lists
+            )
+            == 1
+        )
+
+
+def forget(redis: Redis, *job_ids: str) -> None:
+    """Take jobs that wait out of Redis altogether, as `rq empty` does."""
+    lose(redis, *job_ids)
+    redis.delete(*map(Job.key_for, job_ids))
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = PATIENCE_S) -> None:
@@ -173,6 +238,15 @@ def completion_row(index: int, output: str | None = None, **values: Any) -> Comp
     return Completion(index=index, **{**usual, **values})
 
 
-def failure_row(index: int, message: str = "it failed", code: ErrorCode = ErrorCode.MODEL_ERROR) -> ErrorRow:
+def failure_row(
+    index: int, message: str = "it failed", code: ErrorCode = ErrorCode.MODEL_ERROR, **values: Any
+) -> ErrorRow:
     detail = ErrorDetail(code=code, message=message, attempts=3)
-    return ErrorRow(index=index, id=f"id-{index}", line=index + 1, prompt=f"prompt {index}", error=detail, worker="w")
+    usual: dict[str, Any] = {"id": f"id-{index}", "line": index + 1, "prompt": f"prompt {index}", "worker": "w"}
+    return ErrorRow(index=index, error=detail, **{**usual, **values})
+
+
+def batch_spec(**values: Any) -> BatchSpec:
+    usual: dict[str, Any] = {"batch": "b", "source": "in.jsonl", "output": "b", "kind": "jsonl", "model": "demo"}
+    usual |= {"priority": "normal", "params": SamplingParams(), "created_at": time.time()}
+    return BatchSpec(**{**usual, **values})

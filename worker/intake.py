@@ -328,7 +328,7 @@ class Intake:
             Job.key_for("%s"),
             Execution("%s", "%s", self._redis).key,
             ExecutionRegistry("%s", self._redis).key,
-            *(self._ledger.key("%s", part) for part in (Mark.DONE, Mark.FAILED, "starts")),
+            *(self._ledger.key("%s", part) for part in (*Mark, "starts")),
             self._ledger.key("%s"),
             turns.backlog("%s"),
         ]
@@ -342,10 +342,10 @@ class Intake:
             return []
         self._note_crashes(found)
         rows, over = [], []
-        for lane, job_id, execution_id, record, done, failed, starts in found:
+        for lane, job_id, execution_id, record, ended, starts in found:
             lease = self._lease(self._lanes[lane - 1], job_id.decode(errors="replace"), execution_id.decode())
             row = self._read(lease, record, starts)
-            if done or failed:
+            if ended:
                 over.append(row)  # it ended already; a crash came before its job was put away
             else:
                 rows.append(row)
@@ -499,7 +499,8 @@ class Intake:
         lease, key = row.lease, self._ledger.key
         ledger = [key(row.batch, part) for part in (Mark.DONE, Mark.FAILED, "starts")]
         ours = [lease.lane.started, lease.execution, lease.executions, self._worker.executions_key]
-        keys = [*ours, Job.key_for(lease.job_id), *ledger, target or lease.lane.waiting]
+        cancelled = key(row.batch, Mark.CANCELLED)
+        keys = [*ours, Job.key_for(lease.job_id), *ledger, target or lease.lane.waiting, cancelled]
         script(keys=keys, args=[lease.member, lease.execution_id, row.index, lease.job_id, *args], client=pipe)
 
     def _end(self, rows: Sequence[Held], commands: _Commands) -> int:
@@ -521,7 +522,9 @@ class Intake:
             return len(rows)
         for row, ours in zip(rows, kept, strict=True):
             if not ours:
-                self._log.warning("lease lost: somebody else has the row", batch=row.batch, index=row.index)
+                self._log.warning(
+                    "lease lost: the row is somebody else's, or cancelled", batch=row.batch, index=row.index
+                )
         return sum(kept)
 
     def _transact(self, rows: Sequence[Held], commands: _Commands) -> list[bool]:
@@ -595,7 +598,7 @@ class Intake:
             gone = [self._held.pop(execution) for execution in executions if execution in self._held]
             self._lost += [row for row in gone if isinstance(row, Taken)]
         for row in gone:
-            self._log.warning("lease lost: somebody else has the row", batch=row.batch, index=row.index)
+            self._log.warning("lease lost: the row is somebody else's, or cancelled", batch=row.batch, index=row.index)
 
 
 _Commands = Callable[[Pipeline, Held], None]

@@ -1,14 +1,22 @@
-"""Puts right what dead processes left behind: every worker does it, and no lock could die with one of them."""
+"""Puts right what dead processes left behind.
+
+Every worker puts back what others held, queues what is due and publishes what is complete. The audit, which looks
+through whole queues and folders, is for one at a time: the leader, by a lock that runs out with it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+
 from redis import Redis
-from redis.exceptions import ResponseError
+from redis.exceptions import LockError, ResponseError
 from rq.executions import Execution, ExecutionRegistry
 from rq.job import Job
 from rq.worker_registration import clean_worker_registry
 
 from contract import logs, sealing
+from contract.auditing import Auditor, Finding
+from contract.errors import DllmError
 from contract.ledger import Ledger
 from contract.queues import queues
 from contract.settings import WorkerSettings
@@ -16,6 +24,9 @@ from worker.lanes import Lane
 from worker.scripts import REPAIR
 
 CHUNK = 1_000
+LEAD_SCANS = 3
+LEAST_LEAD_S = 1.0
+"""A leader that gives no sign for so many scans, or so long, is followed by another."""
 
 
 class Reconciler:
@@ -28,9 +39,12 @@ class Reconciler:
         self._log = logs.get(worker=name)
         self._queues = queues(redis, settings.queue_model)
         self._repair_script = redis.register_script(REPAIR)
+        self._auditor = Auditor(ledger, settings.folders)
+        self._leadership = ledger.leadership(max(LEAST_LEAD_S, LEAD_SCANS * settings.scan_s))
+        self._told: set[tuple[str, str]] = set()
 
     def run(self) -> None:
-        """Put back what dead workers held, queue what is due, seal what is complete."""
+        """Put back what dead workers held, queue what is due, seal what is complete; the leader audits."""
         for queue in self._queues:
             try:
                 self._repair(Lane.of(queue))
@@ -38,6 +52,31 @@ class Reconciler:
             except ResponseError:
                 self._log.exception("cannot look after the queue", queue=queue.name)
         sealing.seal_ready(self._ledger, self._settings.folders)
+        if self._leads():
+            self._audit()
+
+    def _leads(self) -> bool:
+        if self._leadership.local.token is not None:
+            with contextlib.suppress(LockError):
+                return self._leadership.reacquire()
+        return self._leadership.acquire()
+
+    def _audit(self) -> None:
+        findings = [found for found in self._auditor.look() if found.kind != "unsealed"]  # that was tried just now
+        for finding in findings:
+            if finding.repairable:
+                self._put_right(finding)
+            elif (finding.kind, finding.where) not in self._told:
+                log = self._log.bind(kind=finding.kind, where=finding.where, what=finding.what)
+                log.error("found; it is for a person to repair", to_do=finding.remedy)
+        self._told = {(finding.kind, finding.where) for finding in findings}
+
+    def _put_right(self, finding: Finding) -> None:
+        log = self._log.bind(kind=finding.kind, where=finding.where, what=finding.what)
+        try:
+            log.warning("found and repaired", done=self._auditor.repair(finding))
+        except (OSError, DllmError, ResponseError) as error:
+            log.error("found; cannot be repaired now, will be tried again", reason=str(error))
 
     def _repair(self, lane: Lane) -> None:
         keys = [lane.waiting, lane.intermediate, lane.started, lane.scheduled, f"dllm:intermediate:{lane.name}"]

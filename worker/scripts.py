@@ -26,8 +26,8 @@ end
 
 # KEYS for each queue: waiting, intermediate, started, scheduled, turns, hours.
 # ARGV room, lease seconds, worker, its executions key, time as text, the most starts that are counted here; patterns of
-# the keys job, execution, executions, done, failed, starts, batch, backlog; an execution id for each place of the room.
-# Returns for each job: queue number, id, execution id, hash or false, done, failed, starts with this one.
+# the keys job, execution, executions, done, failed, cancelled, starts, batch, backlog; an execution id for each place.
+# Returns for each job: queue number, id, execution id, hash or false, whether it ended, starts with this one.
 # Should the script fail halfway, what it popped lies in the intermediate list and is found by REPAIR.
 TAKE = (
     CLOCK
@@ -39,15 +39,15 @@ local taken = {}
 for q = 1, #KEYS, 6 do
   local waiting, intermediate, started, turns, hours = KEYS[q], KEYS[q + 1], KEYS[q + 2], KEYS[q + 4], KEYS[q + 5]
   promote(KEYS[q + 3], waiting, ARGV[7], 100)
-  look(turns, hours, ARGV[13], ARGV[14], 100)
+  look(turns, hours, ARGV[14], ARGV[15], 100)
   while #taken < room do
     local id = redis.call('LMOVE', waiting, intermediate, 'LEFT', 'RIGHT')
-      or next_row(turns, hours, ARGV[14], intermediate)
+      or next_row(turns, hours, ARGV[15], intermediate)
     if not id then break end
     local job = string.format(ARGV[7], id)
     local hash = redis.pcall('HGETALL', job)
     if hash.err then hash = false end
-    local execution = ARGV[15 + #taken]
+    local execution = ARGV[16 + #taken]
     local member = id .. ':' .. execution
     local record, executions = string.format(ARGV[8], id, execution), string.format(ARGV[9], id)
     redis.call('ZADD', started, now + lease, member)
@@ -63,15 +63,14 @@ for q = 1, #KEYS, 6 do
                  'last_heartbeat', ARGV[5])
     end
     local batch, index = string.match(id, '^(.+)%-(%d+)$')
-    local done, failed, starts = 0, 0, 1
+    local ended, starts = 0, 1
     if batch and #index < 10 then
-      done = redis.call('GETBIT', string.format(ARGV[10], batch), index)
-      failed = redis.call('GETBIT', string.format(ARGV[11], batch), index)
-      local counted = string.format(ARGV[12], batch)
+      for mark = 10, 12 do ended = ended + redis.call('GETBIT', string.format(ARGV[mark], batch), index) end
+      local counted = string.format(ARGV[13], batch)
       starts = tonumber(redis.call('HGET', counted, index) or 0) + 1
       if starts <= tonumber(ARGV[6]) then redis.call('HINCRBY', counted, index, 1) end
     end
-    taken[#taken + 1] = {(q + 5) / 6, id, execution, hash, done, failed, starts}
+    taken[#taken + 1] = {(q + 5) / 6, id, execution, hash, ended, starts}
     redis.call('LREM', intermediate, -1, id)
   end
 end
@@ -180,9 +179,9 @@ return {promote(scheduled, waiting, ARGV[3], limit), #expired, stranded}
 )
 
 # The scripts that end a lease share KEYS started, execution, executions, worker's executions, job, done, failed,
-# starts, target, and ARGV member, execution id, row index, job id; what follows is each script's own.
+# starts, target, cancelled, and ARGV member, execution id, row index, job id; what follows is each script's own.
 # `release` gives up the lease, or tells that somebody else has the row. `over` tells that the row has ended: then its
-# job is deleted when it is done, and kept for a retry when it failed.
+# job is deleted when it is done or cancelled, and kept for a retry when it failed.
 RELEASE = (
     CLOCK
     + """
@@ -197,7 +196,7 @@ local function release()
 end
 
 local function over()
-  if redis.call('GETBIT', KEYS[6], ARGV[3]) == 1 then
+  if redis.call('GETBIT', KEYS[6], ARGV[3]) + redis.call('GETBIT', KEYS[10], ARGV[3]) > 0 then
     redis.call('DEL', job)
     redis.call('HDEL', starts, ARGV[3])
     return true

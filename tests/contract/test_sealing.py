@@ -233,7 +233,7 @@ def test_a_server_that_forgot_its_last_second_gets_the_same_batch_again(
 
 
 STEPS: list[tuple[Any, str, int]] = [
-    (Ledger, "bitmap", 0),
+    (Ledger, "bitmaps", 0),
     (sealing, "_admit_losses", 0),
     (paths, "publish", 0),
     (paths, "publish", 1),

@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 
 from contract import queues, server
-from contract.ledger import Ledger
+from contract.ledger import Counts, Ledger
 from contract.paths import Folders
 from contract.settings import ProducerSettings
 from tests.checkpoints import llama_block
@@ -251,3 +251,51 @@ def test_check_names_what_is_wrong(system: System) -> None:
     broken = system.call("worker", "check")
     assert broken.returncode == 1
     assert "FAIL  model" in broken.stdout
+
+
+def test_a_batch_is_cancelled_while_a_worker_runs_it(system: System, wait_until: Callable[..., None]) -> None:
+    """The worker drops its rows and goes on with others; every prompt is in one file, once."""
+    ledger = system.ledger()
+    worker = system.start("worker", "run", "--max-rows", "4")
+    rows = [{"id": f"r{number:03}", "prompt": f"prompt {number}", "max_new_tokens": 150} for number in range(400)]
+    batch = system.submit("rows.jsonl", rows)
+    wait_until(lambda: counted(ledger, batch).done >= 3, START_S)
+    cancelled = system.call("producer", "cancel", batch, "--json")
+    assert cancelled.returncode == 0, cancelled.stderr
+    counts = counted(ledger, batch)
+    assert counts.cancelled == json.loads(cancelled.stdout)["cancelled"] > 0
+    assert counts.done + counts.cancelled == 400
+    done, errors = ([row["id"] for row in system.rows(f"rows{end}")] for end in (".jsonl", ".errors.jsonl"))
+    assert done == sorted(done)
+    assert errors == sorted(errors)
+    assert sorted(done + errors) == [row["id"] for row in rows]
+    after = system.submit("after.jsonl", [{"prompt": "another"}])
+    wait_until(lambda: (system.folders.outputs / "after.jsonl").exists())
+    assert counted(ledger, after).done == 1
+    assert counted(ledger, batch) == counts
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(timeout=30) == 0
+
+
+def test_a_batch_whose_worker_was_killed_is_cancelled_at_once(system: System, wait_until: Callable[..., None]) -> None:
+    """Nobody needs to be alive for it, no lease to run out."""
+    ledger = system.ledger()
+    system.environment |= {"DLLM_LEASE_S": "600"}
+    worker = system.start("worker", "run", "--max-rows", "4")
+    batch = system.submit("rows.jsonl", [{"prompt": f"prompt {n}", "max_new_tokens": 150} for n in range(100)])
+    wait_until(lambda: counted(ledger, batch).done >= 3, START_S)
+    worker.kill()
+    worker.wait()
+    assert system.call("producer", "cancel", batch).returncode == 0
+    counts = counted(ledger, batch)
+    assert counts.done + counts.cancelled == 100
+    assert len(system.rows("rows.jsonl")) == counts.done
+    assert len(system.rows("rows.errors.jsonl")) == counts.cancelled
+    told = system.call("producer", "doctor")
+    assert (told.returncode, told.stdout) == (0, "all is well\n")
+
+
+def counted(ledger: Ledger, batch: str) -> Counts:
+    found = ledger.get(batch)
+    assert found is not None
+    return found.counts

@@ -2,38 +2,33 @@
 
 from __future__ import annotations
 
-import io
+import logging
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
+from click.testing import Result
 from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from structlog.testing import capture_logs
+from typer.testing import CliRunner
 
 from contract import sealing
 from contract.jobs import ErrorRow, PromptJob
-from contract.ledger import BatchSpec, Cursor, Ledger
+from contract.ledger import BatchSpec, Ledger
+from contract.paths import Folders
 from contract.queues import queue
-from contract.sampling import SamplingParams
 from contract.settings import ProducerSettings
 from producer.claims import Claims
-from producer.parser import Parsed, parse
+from producer.cli import app
 from producer.submitter import submit as submit_claimed
 from tests.conftest import waiting_ids
 
-LIMIT = 1 << 16
 PRODUCER = [sys.executable, "-c", "from producer.cli import main; main()"]
 """The installed command, with the interpreter that runs the tests."""
-
-
-def batch_spec(**values: Any) -> BatchSpec:
-    usual: dict[str, Any] = {"batch": "b", "source": "in.jsonl", "output": "b", "kind": "jsonl", "model": "demo"}
-    usual |= {"priority": "normal", "params": SamplingParams(), "created_at": time.time()}
-    return BatchSpec(**{**usual, **values})
 
 
 class Faulty(Ledger):
@@ -54,20 +49,20 @@ class Faulty(Ledger):
 
 
 @pytest.fixture
-def parsed() -> Callable[..., list[Parsed]]:
-    """Read a source from memory: `parsed(content, cursor=…, limit=…, **spec values)`."""
-
-    def read(content: bytes | str, cursor: Cursor | None = None, limit: int = LIMIT, **values: Any) -> list[Parsed]:
-        raw = content if isinstance(content, bytes) else content.encode()
-        return list(parse(io.BytesIO(raw), batch_spec(**values), cursor or Cursor(), limit))
-
-    return read
-
-
-@pytest.fixture
-def rows(parsed: Callable[..., list[Parsed]]) -> Callable[..., list[PromptJob | ErrorRow]]:
-    """The rows alone."""
-    return lambda *args, **values: [found.row for found in parsed(*args, **values)]
+def run(
+    folders: Folders, redis: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Result]]:
+    """Run a `producer` command on the test's root and emptied server."""
+    monkeypatch.setenv("DLLM_ROOT", str(folders.root))
+    monkeypatch.setenv("DLLM_REDIS_URL", redis_url)
+    root = logging.getLogger()
+    before = root.handlers, root.level
+    yield lambda *words: CliRunner().invoke(app, [str(word) for word in words])
+    for handler in root.handlers:
+        if handler not in before[0]:
+            handler.close()
+    root.handlers, root.level = before
+    structlog.reset_defaults()
 
 
 @pytest.fixture

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from contract import claimed
+from contract.claimed import MANIFEST
 from contract.errors import UsageError
 from contract.ledger import BatchSpec, BatchState, Ledger
 from contract.paths import Folders
 from contract.settings import ProducerSettings
 from producer import claims as module
-from producer.claims import MANIFEST, Claims, Look, checked_name, output_stem, slug
+from producer.claims import Claims, Look, checked_name, output_stem, slug
 
 
 class Crash(BaseException):
@@ -107,11 +109,11 @@ def crash_at(monkeypatch: pytest.MonkeyPatch, target: object, name: str) -> None
 
 # A crash leaves the file either in the inbox, for the next scan, or in a claimed folder, for the next `pending`.
 STEPS: dict[str, tuple[object, str]] = {
-    "before the name is reserved": (Claims, "_reserve_output"),
-    "before the manifest is written": (Claims, "_write_manifest"),
-    "before the manifest is published": (module, "publish"),
+    "before the name is reserved": (claimed, "reserve_output"),
+    "before the manifest is written": (claimed, "write_manifest"),
+    "before the manifest is published": (claimed, "publish"),
     "before the file is renamed": (module.os, "rename"),
-    "before the ledger knows": (Claims, "_record"),
+    "before the ledger knows": (claimed, "record"),
 }
 
 
@@ -136,18 +138,18 @@ def test_a_crash_between_any_two_steps_of_a_claim_is_made_good(
     assert [folder.name for folder in folders.claimed.iterdir()] == [spec.batch]
 
 
-@pytest.mark.parametrize("name", ["_write_manifest", "_record"])
+@pytest.mark.parametrize("name", ["write_manifest", "record"])
 def test_a_crash_of_a_snapshot_leaves_the_users_file_and_at_most_one_batch(
     claims: Claims, tmp_path: Path, folders: Folders, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "own.txt"
     file.write_text("one\n")
     with monkeypatch.context() as dying:
-        crash_at(dying, Claims, name)
+        crash_at(dying, claimed, name)
         with pytest.raises(Crash):
             claims.snapshot(file)
     assert file.read_text() == "one\n"
-    assert len(claims.pending()) == (1 if name == "_record" else 0)
+    assert len(claims.pending()) == (1 if name == "record" else 0)
 
 
 def test_an_adopted_batch_keeps_its_output_name(claims: Claims, drop: Any, ledger: Ledger) -> None:
@@ -170,7 +172,7 @@ def test_an_adopted_batch_whose_name_was_taken_meanwhile_gets_another(
 def test_an_abandoned_claim_gives_its_name_back(claims: Claims, drop: Any, folders: Folders) -> None:
     file = drop()
     spec = claims._plan(file, None)
-    claims._write_manifest(spec)
+    claimed.write_manifest(spec, claims.folders)
     age(folders.claimed / spec.batch)
     assert claims.pending() == []
     assert list(folders.claimed.iterdir()) == []
@@ -179,7 +181,7 @@ def test_an_abandoned_claim_gives_its_name_back(claims: Claims, drop: Any, folde
 
 def test_a_young_claim_without_a_source_is_left_to_whoever_makes_it(claims: Claims, drop: Any) -> None:
     spec = claims._plan(drop(), None)
-    claims._write_manifest(spec)
+    claimed.write_manifest(spec, claims.folders)
     assert claims.pending() == []
     assert (claims.folders.claimed / spec.batch / MANIFEST).exists()
 

@@ -3,51 +3,34 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
 import pytest
-import structlog
 from click.testing import Result
 from redis import Redis
-from typer.testing import CliRunner
 
 from contract import sealing, turns
+from contract.errors import PromptFailure
 from contract.jobs import Completion, ErrorCode, ErrorRow, PromptJob
 from contract.ledger import Batch, BatchState, Ledger, Mark
 from contract.paths import Folders
 from contract.queues import queue
 from contract.segments import SegmentWriter
-from contract.settings import ProducerSettings
+from contract.settings import ProducerSettings, WorkerSettings
 from producer import report
-from producer.cli import app
 from producer.watcher import Watcher
-from tests.conftest import waiting_ids
+from tests.conftest import completion_row, failure_row, waiting_ids
 from tests.producer.conftest import PRODUCER
+from worker.intake import Intake
 
 Run = Callable[..., Result]
 Finish = Callable[..., None]
-
-
-@pytest.fixture
-def run(folders: Folders, redis: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    """Run a `producer` command on the test's root and emptied server."""
-    monkeypatch.setenv("DLLM_ROOT", str(folders.root))
-    monkeypatch.setenv("DLLM_REDIS_URL", redis_url)
-    root = logging.getLogger()
-    before = root.handlers, root.level
-    yield lambda *words: CliRunner().invoke(app, [str(word) for word in words])
-    for handler in root.handlers:
-        if handler not in before[0]:
-            handler.close()
-    root.handlers, root.level = before
-    structlog.reset_defaults()
 
 
 @pytest.fixture
@@ -376,7 +359,7 @@ def test_status_of_a_published_batch_names_its_files(run: Run, file: Path, finis
     assert str(folders.outputs / "own.errors.jsonl") in shown
 
 
-@pytest.mark.parametrize("command", ["status", "results", "failed", "retry"])
+@pytest.mark.parametrize("command", ["status", "results", "failed", "retry", "cancel"])
 def test_an_unknown_batch_is_wrong_usage_and_the_nearest_is_named(run: Run, file: Path, command: str) -> None:
     batch = submitted(run, file)
     for mistyped in (batch[:-1] + "x", "own", "ownn"):
@@ -461,6 +444,188 @@ def test_what_a_terminal_would_obey_is_spelled_out(run: Run, tmp_path: Path) -> 
     assert r"\x1b[31mred" in shown
 
 
+def test_failed_without_a_batch_lists_those_of_all_the_newest_first_and_no_more_than_asked_for(
+    run: Run, file: Path, finish: Finish, ledger: Ledger
+) -> None:
+    first, second = submitted(run, file), submitted(run, file)
+    finish(second, (0, 1, 3), failed=(1,))
+    every = json.loads(run("failed", "--json").stdout)["errors"]
+    assert [(row["batch"], row["index"]) for row in every] == [(second, 1), (second, 2), (first, 2)]
+    some = run("failed", "--limit", "2", "--json")
+    assert json.loads(some.stdout)["errors"] == every[:2]
+    assert "these are the first 2" in some.stderr
+    assert "first" not in run("failed", "--limit", "3").stderr
+    shown = run("failed").stdout
+    assert shown.index(second) < shown.index(first)
+    assert "bad_json: make the line" in shown
+    coded = json.loads(run("failed", "--code", "model_error", "--json").stdout)["errors"]
+    assert [row["batch"] for row in coded] == [second]
+    assert run("failed", "--limit", "0").exit_code == 2
+
+
+def test_failed_of_all_batches_passes_over_one_whose_files_were_changed(
+    run: Run, file: Path, finish: Finish, folders: Folders
+) -> None:
+    first, second = submitted(run, file), submitted(run, file)
+    finish(second, (0, 1, 3))
+    (folders.outputs / "own-2.errors.jsonl").write_text("")
+    every = json.loads(run("failed", "--json").stdout)["errors"]
+    assert [row["batch"] for row in every] == [first]
+
+
+def test_failed_rows_are_read_one_at_a_time(
+    run: Run, file: Path, ledger: Ledger, folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = submitted(run, file)
+    rows = report.dead_letters(ledger, folders, None, None)
+    monkeypatch.setattr("contract.ledger.Ledger.newest", lambda *_: pytest.fail("loaded all"))
+    assert next(rows)[0] == batch
+    assert next(rows, None) is None
+
+
+def fail_in_worker(ledger: Ledger, settings: WorkerSettings, folders: Folders, codes: dict[str, ErrorCode]) -> None:
+    """Take everything that waits; rows whose id is in `codes` fail with that code."""
+    intake = Intake(ledger.redis, ledger, settings)
+    while rows := intake.take(10):
+        for row in rows:
+            with SegmentWriter(folders, row.batch, "w") as segment:
+                if row.job.id in codes:
+                    segment.append([failure_row(row.index, code=codes[row.job.id], id=row.job.id)])
+                    intake.fail(row, PromptFailure(codes[row.job.id], "it failed"))
+                else:
+                    segment.append([completion_row(row.index, id=row.job.id)])
+                    intake.finish([row])
+
+
+def test_retry_by_code_by_id_and_of_all_batches(
+    run: Run,
+    file: Path,
+    redis: Redis,
+    ledger: Ledger,
+    folders: Folders,
+    worker_settings: Callable[..., WorkerSettings],
+) -> None:
+    first, second = submitted(run, file), submitted(run, file)
+    codes = {"a": ErrorCode.MODEL_ERROR, "b": ErrorCode.OUT_OF_MEMORY, "c": ErrorCode.MODEL_ERROR}
+    settings = worker_settings(name="w")
+    fail_in_worker(ledger, settings, folders, codes)
+    assert run("retry", first, "--id", "b").stdout == "1 row queued again\n"
+    assert waiting_ids(redis) == [f"{first}-1"]
+    unknown = run("retry", first, "--id", "a", "--id", "zzz")
+    assert unknown.exit_code == 2
+    assert "no failed row to choose has the id 'zzz'" in unknown.stderr
+    assert waiting_ids(redis) == [f"{first}-1"]
+    every = json.loads(run("retry", "--all", "--code", "model_error", "--json").stdout)
+    assert every["queued"] == 4
+    assert {one["batch"]: one["queued"] for one in every["batches"]} == {first: 2, second: 2}
+    assert sorted(waiting_ids(redis)) == sorted(
+        [f"{first}-1", *(f"{batch}-{row}" for batch in (first, second) for row in (0, 3))]
+    )
+    fail_in_worker(ledger, settings, folders, {})
+    found = ledger.get(second)
+    assert found is not None
+    assert (found.counts.done, found.counts.failed) == (2, 2)
+
+
+@pytest.mark.parametrize("words", [[], ["BATCH", "--all"], ["--all", "--id", "x"]])
+def test_retry_wants_a_batch_or_all(run: Run, words: list[str]) -> None:
+    assert run("retry", *words).exit_code == 2
+
+
+def test_retry_of_all_goes_on_past_a_batch_whose_files_were_changed(
+    run: Run,
+    file: Path,
+    ledger: Ledger,
+    folders: Folders,
+    worker_settings: Callable[..., WorkerSettings],
+) -> None:
+    first, second = submitted(run, file), submitted(run, file)
+    fail_in_worker(ledger, worker_settings(name="w"), folders, {"a": ErrorCode.MODEL_ERROR})
+    for batch in (first, second):
+        sealing.seal(batch, ledger, folders)
+    (folders.outputs / "own-2.errors.jsonl").write_text("")
+    result = run("retry", "--all", "--json")
+    assert result.exit_code == 1
+    document = json.loads(result.stdout)
+    assert (document["queued"], document["refused"]) == (1, [second])
+
+
+# Cancelling
+
+
+def test_cancel_ends_what_waits_and_publishes_what_is_done(
+    run: Run, file: Path, finish: Finish, folders: Folders, redis: Redis
+) -> None:
+    batch = submitted(run, file)
+    finish(batch, (1,))
+    result = run("cancel", batch)
+    assert result.exit_code == 0
+    assert result.stdout == "2 rows cancelled; the batch stands at 1 done, 1 failed, 2 cancelled\n"
+    assert waiting_ids(redis) == [f"{batch}-1"]  # the fixture ended a row without its job
+    assert len((folders.outputs / "own.jsonl").read_text().splitlines()) == 1
+    assert [file.name for file in folders.processed.iterdir()] == ["own.jsonl"]
+    again = run("cancel", batch)
+    assert (again.exit_code, again.stdout) == (0, "nothing to cancel: the batch was cancelled already\n")
+    status = json.loads(run("status", batch, "--json").stdout)
+    assert (status["done"], status["failed"], status["cancelled"], status["total"]) == (1, 1, 2, 4)
+    assert "cancelled  2" in run("status", batch).stdout
+    assert [row["error"]["code"] for row in json.loads(run("failed", batch, "--json").stdout)["errors"]] == ["bad_json"]
+    told = json.loads(run("failed", batch, "--code", "cancelled", "--json").stdout)["errors"]
+    assert [(row["id"], row["prompt"]) for row in told] == [("a", "1"), ("c", "3")]
+    assert run("retry", batch).stdout == "0 rows queued again\n"
+
+
+def test_cancel_of_a_published_batch_says_so(run: Run, file: Path, finish: Finish) -> None:
+    batch = submitted(run, file)
+    finish(batch, (0, 1, 3))
+    result = run("cancel", batch, "--json")
+    document = json.loads(result.stdout)
+    assert (result.exit_code, document["cancelled"], document["status"]["state"]) == (0, 0, "done")
+    assert run("cancel", batch).stdout == "nothing to cancel: the batch was published already\n"
+
+
+def test_cancel_of_single_rows(run: Run, file: Path, ledger: Ledger) -> None:
+    batch = submitted(run, file)
+    result = run("cancel", batch, "--id", "c", "--id", "zzz")
+    assert result.exit_code == 1
+    assert "1 row cancelled" in result.stdout
+    assert "no row with the id 'zzz' waits or runs" in result.stderr
+    found = ledger.get(batch)
+    assert found is not None
+    assert (found.counts.cancelled, found.state) == (1, BatchState.RUNNING)
+
+
+def test_cancel_stops_a_submitter_that_waits_for_room(
+    run: Run,
+    tmp_path: Path,
+    folders: Folders,
+    redis_url: str,
+    redis: Redis,
+    ledger: Ledger,
+    wait_until: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another process reads the file at that moment; it is not read on, and the batch is published."""
+    (tmp_path / "long.txt").write_text("".join(f"prompt {number}\n" for number in range(1000)))
+    command = [*PRODUCER, "submit", "--wait", str(tmp_path / "long.txt")]
+    environment = {**os.environ, "DLLM_MAX_QUEUED": "20"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        wait_until(lambda: any(batch.counts.submitted == 20 for batch in ledger.newest()))
+        (batch,) = ledger.newest()
+        result = run("cancel", batch.spec.batch)
+        assert "20 rows cancelled, and no more of the file is read" in result.stdout
+        _, told = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert "0 done, 0 failed, 20 cancelled" in told
+    assert waiting_ids(redis) == []
+    found = ledger.get(batch.spec.batch)
+    assert found is not None
+    assert (found.state, found.counts.total, found.unread) == (BatchState.DONE, 20, True)
+    assert [file.name for file in folders.processed.iterdir()] == ["long.txt"]
+
+
 def test_retry_queues_failed_rows_that_have_a_job(
     run: Run, file: Path, finish: Finish, redis: Redis, ledger: Ledger
 ) -> None:
@@ -527,5 +692,5 @@ def test_without_an_address_a_local_server_is_started_and_can_be_stopped(
 
 def test_help_names_every_command(run: Run) -> None:
     shown = run("--help").stdout
-    for command in ("watch", "submit", "status", "results", "failed", "retry", "stop-server"):
+    for command in ("watch", "submit", "status", "results", "failed", "retry", "cancel", "doctor", "stop-server"):
         assert command in shown

@@ -21,15 +21,15 @@ from rq import Queue, Retry
 from contract import sealing, segments
 from contract.jobs import ErrorRow, Message, PromptJob
 from contract.ledger import BatchSpec, BatchState, Cursor, Ledger, Mark
+from contract.parser import parse
 from contract.paths import Folders
 from contract.queues import FAILURE_TTL_S, RETRIES, TASK, enqueuing, queue
 from contract.sampling import SamplingParams
 from contract.settings import ProducerSettings
 from producer.claims import Claims
-from producer.parser import parse
 from producer.submitter import CHUNK_ROWS, Progress, Submission, submit
-from tests.conftest import waiting_ids
-from tests.producer.conftest import PRODUCER, Faulty, batch_spec
+from tests.conftest import batch_spec, waiting_ids
+from tests.producer.conftest import PRODUCER, Faulty
 
 Settings = Callable[..., ProducerSettings]
 Submitted = Callable[..., tuple[BatchSpec, list[ErrorRow]]]

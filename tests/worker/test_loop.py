@@ -14,6 +14,7 @@ import pytest
 import structlog
 from redis import Redis
 
+from contract.cancelling import cancel
 from contract.jobs import Message, PromptJob, Row
 from contract.ledger import BatchSpec, Counts, Cursor, Ledger
 from contract.paths import Folders
@@ -346,6 +347,33 @@ def test_a_second_stop_gives_everything_back_at_once(
     assert waiting == [f"b-{index}" for index in range(6)]
     assert model.engine.active() == []
     assert not redis.exists(ledger.key("b", "starts"))  # given back as if never started
+
+
+def test_cancelled_rows_are_dropped_between_two_steps_and_their_neighbours_go_on(
+    model: Model,
+    queued: Callable[..., str],
+    redis: Redis,
+    ledger: Ledger,
+    settings: WorkerSettings,
+    outputs: Outputs,
+    folders: Folders,
+    wait_until: Callable[..., None],
+) -> None:
+    queued(["gone 0", "gone 1", "gone 2"], LONG, batch="gone")
+    queued(["stays"], batch="stays")
+    with Intake(redis, ledger, settings.model_copy(update={"lease_s": 0.3})) as intake:
+        loop = Loop(intake, model, outputs, grace_s=5.0, log=structlog.get_logger())
+        loop.take()
+        assert len(model.engine.active()) == 4
+        assert cancel("gone", ledger, folders).rows == 3
+        wait_until(lambda: loop.take() or model.engine.active() == ["stays-0"])
+        assert list(loop.running) == ["stays-0"]
+        loop.run(burst=True)
+    assert [row["prompt"] for row in published(folders, "stays.jsonl")] == ["stays"]
+    assert published(folders, "gone.jsonl") == []
+    batch = ledger.get("gone")
+    assert batch is not None
+    assert batch.counts == Counts(total=3, submitted=3, done=0, failed=0, cancelled=3)
 
 
 def test_throughput_is_recorded_per_micro_batch_and_prompts_stay_out_of_the_log(

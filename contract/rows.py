@@ -2,7 +2,7 @@
 
 Knows two shapes, a plain row (`prompt`, `messages` or `prompt_token_ids`, parameters beside them or under `params`) and
 a row of an OpenAI batch file (`custom_id`, `method`, `url`, `body`). Every violation is a BadPrompt whose message
-names the key and what would be right. Knows no files, lines or batches: `producer.parser` puts the place in front of
+names the key and what would be right. Knows no files, lines or batches: `contract.parser` puts the place in front of
 the message.
 """
 

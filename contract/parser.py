@@ -1,8 +1,8 @@
 """A source file as a stream of prompt jobs and error rows, each with the cursor behind it.
 
-Second stage of a prompt's life: `producer.watcher` claimed the file, `producer.submitter` takes what comes out here.
-Holds one line at a time, whatever the file's size, and can go on from any cursor with exactly the same rows. Must not
-know Redis: what a bad line costs is one error row, never the batch.
+Second stage of a prompt's life: the file is claimed, the producer submits what comes out here, and `contract.auditing`
+reads it once more for rows that were lost. Holds one line at a time, whatever the file's size, and can go on from any
+cursor with exactly the same rows. Must not know Redis: what a bad line costs is one error row, never the batch.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import BinaryIO
 
+from contract import rows
 from contract.errors import BadPrompt
 from contract.jobs import ErrorCode, ErrorDetail, ErrorRow, Message, Prompt, PromptJob, shown
 from contract.ledger import BatchSpec, Cursor
 from contract.sampling import SamplingParams, parse_params
-from producer import rows
 
 BOM = b"\xef\xbb\xbf"
 SKIP_BYTES = 1 << 20

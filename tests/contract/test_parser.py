@@ -10,8 +10,8 @@ import pytest
 
 from contract.jobs import ErrorRow, PromptJob, shown
 from contract.ledger import Cursor
+from contract.parser import Parsed
 from contract.sampling import SamplingParams
-from producer.parser import Parsed
 
 Rows = Callable[..., list[PromptJob | ErrorRow]]
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from contract import rows
 from contract.errors import BadPrompt
 from contract.jobs import ErrorCode, Message
-from producer import rows
 
 
 def refusal(row: Any) -> BadPrompt:
