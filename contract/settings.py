@@ -127,7 +127,11 @@ class WorkerSettings(Settings):
 
     file_name: ClassVar[str] = "worker.yaml"
 
-    device: str = Field("auto", description="auto, cpu, cuda or cuda:N; several with commas, or all: one process each")
+    device: str = Field(
+        "auto",
+        description="auto, cpu, cuda or cuda:N; several with commas, or all: one process each; cuda:0+cuda:1: one model "
+        "spread over both",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="arithmetic; auto: bfloat16 where the hardware multiplies it natively, else float32"
     )

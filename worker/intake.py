@@ -358,7 +358,7 @@ class Intake:
 
     def _note_crashes(self, found: Sequence[Sequence[Any]]) -> None:
         """The last start of a row that comes back from a crash was by the worker that its job names still."""
-        for _, job_id, _, record, _, _, starts in found:
+        for _, job_id, _, record, _, starts in found:
             ours = OUR_JOB.fullmatch(job_id.decode(errors="replace"))
             last = dict(zip(record[::2], record[1::2], strict=True)) if record else {}
             if starts > 1 and ours and last.keys() >= {b"worker_name", b"started_at"}:
