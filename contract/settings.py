@@ -129,8 +129,8 @@ class WorkerSettings(Settings):
 
     device: str = Field(
         "auto",
-        description="auto, cpu, cuda or cuda:N; several with commas, or all: one process each; cuda:0+cuda:1: one model "
-        "spread over both",
+        description="auto, cpu, cuda or cuda:N; several with commas, or all: one process each; "
+        "cuda:0+cuda:1: one model spread over both",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="arithmetic; auto: bfloat16 where the hardware multiplies it natively, else float32"
