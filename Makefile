@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # A CUDA build of torch that is installed already is used as it is; otherwise the pinned one goes into the venv.
 HAVE_CUDA := $(shell $(PYTHON) -c "import torch; print(int(torch.cuda.is_available()))" 2>/dev/null || echo 0)
 
-.PHONY: install demo test bench lint types clean
+.PHONY: install demo test chaos bench lint types clean
 
 install: $(VENV)/installed
 
@@ -38,6 +38,12 @@ types: $(VENV)/installed
 
 test: lint types models/demo/config.json
 	$(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal
+
+# Ten minutes of random kills, stops and restarts; CHAOS="SECONDS PROMPTS SEED" as wanted. Prints the tally.
+CHAOS ?= 600 20000
+
+chaos: $(VENV)/installed
+	$(BIN)/python -m tests.e2e.chaos $(CHAOS)
 
 # Quick, for a look; the whole of it: make bench ROUNDS=5 BENCH="--set mixed --rows 32"
 ROUNDS ?= 2

@@ -32,6 +32,9 @@ Device = Annotated[
     str | None, typer.Option(help="auto, cpu, cuda or cuda:N; `run` also takes several with commas, or all.")
 ]
 Dtype = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")]
+QuantizeName = Annotated[
+    str | None, typer.Option("--quantize", help="none, int8 or int4: weights in fewer bits, by torchao.")
+]
 
 
 SetName = Annotated[str, typer.Option("--set", help="short, medium, long, mixed, or a JSONL file.")]
@@ -53,6 +56,7 @@ def run(
     model: ModelName = None,
     device: Device = None,
     dtype: Dtype = None,
+    quantize: QuantizeName = None,
     max_rows: Annotated[int | None, typer.Option(help="Prompts denoised together.")] = None,
     name: Annotated[str | None, typer.Option(help="Worker name; default: host and process id.")] = None,
     burst: Annotated[bool, typer.Option(help="Stop when no work is left.")] = False,
@@ -62,7 +66,8 @@ def run(
 
     Example: worker run --model demo --max-rows 32
     """
-    flags = {"root": root, "redis_url": redis_url, "model": model, "dtype": dtype, "max_rows": max_rows}
+    flags = {"root": root, "redis_url": redis_url, "model": model, "dtype": dtype, "quantize": quantize}
+    flags |= {"max_rows": max_rows}
     config = settings.read(WorkerSettings, flags | {"device": device, "name": name})
     from worker.devices import devices
 
@@ -157,6 +162,7 @@ def generate(
     model: ModelName = None,
     device: Device = None,
     dtype: Dtype = None,
+    quantize: QuantizeName = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None,
     denoise_steps: Annotated[int | None, typer.Option(help="Steps over the whole answer (rule fixed_steps).")] = None,
     rule: Annotated[str | None, typer.Option(help=f"One of {', '.join(get_args(Rule))}.")] = None,
@@ -205,7 +211,7 @@ def generate(
             "truncate": truncate,
         }
     )
-    flags = {"root": root, "model": model, "device": device, "dtype": dtype, "max_rows": 1}
+    flags = {"root": root, "model": model, "device": device, "dtype": dtype, "quantize": quantize, "max_rows": 1}
     config = settings.read(WorkerSettings, flags)
     from worker.devices import devices
     from worker.model import open_model
@@ -243,12 +249,14 @@ def check(
     model: ModelName = None,
     device: Device = None,
     dtype: Dtype = None,
+    quantize: QuantizeName = None,
 ) -> None:
     """Say, line by line, whether this machine can work: environment, folders, Redis, model, memory.
 
     Example: worker check --model demo
     """
-    flags = {"root": root, "redis_url": redis_url, "model": model, "device": device, "dtype": dtype}
+    flags = {"root": root, "redis_url": redis_url, "model": model}
+    flags |= {"device": device, "dtype": dtype, "quantize": quantize}
     config = settings.read(WorkerSettings, flags)
     from worker.checks import CHECKS
 
@@ -269,6 +277,7 @@ def bench(
     model: ModelName = None,
     device: Device = None,
     dtype: Dtype = None,
+    quantize: QuantizeName = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
     prompt_set: SetName = "mixed",
     prompts: Annotated[int | None, typer.Option(min=1, help="Only so many of the set, evenly chosen.")] = None,
@@ -285,7 +294,8 @@ def bench(
 
     Example: worker bench --model demo --compare reference,single,static,ar,causal --rounds 5 --json bench.json
     """
-    flags = {"root": root, "model": model, "device": device, "dtype": dtype, "threads": threads, "max_rows": rows}
+    flags = {"root": root, "model": model, "device": device, "dtype": dtype, "quantize": quantize}
+    flags |= {"threads": threads, "max_rows": rows}
     config = settings.read(WorkerSettings, flags)
     from worker.bench.command import Task, measure
 

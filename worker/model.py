@@ -49,12 +49,12 @@ class Model:
         }
 
     def place(self) -> dict[str, str]:
-        """Model, device and dtype, for throughput records."""
-        decoder = self.loaded.decoder
+        """Model, device and arithmetic, for throughput records."""
         return {
             "model": self.name,
-            "device": str(decoder.device),
-            "dtype": str(decoder.dtype).removeprefix("torch."),
+            "device": self.loaded.device,
+            "dtype": str(self.loaded.decoder.dtype).removeprefix("torch."),
+            "quantize": self.loaded.quantize,
         }
 
     def peak_memory_mb(self) -> int:

@@ -3,7 +3,7 @@
     python -m tests.e2e.chaos [SECONDS] [PROMPTS] [SEED]
 
 Runs on a root and a local server of its own. Every second one signal goes to one process; the server is killed and
-started again at even distances. Then everybody is left in peace until the last batch is published.
+started again a few times. Then everybody is left in peace until the last batch is published.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from contract import server
 from contract.paths import Folders
@@ -76,7 +77,7 @@ class Chaos:
         files = self._drop()
         try:
             self._revive()
-            self._fire(started + seconds, seconds / (server_kills + 1))
+            self._fire(seconds, server_kills)
             self._make_peace()
             self._wait(files)
         finally:
@@ -112,17 +113,18 @@ class Chaos:
                     stderr=subprocess.DEVNULL,
                 )
 
-    def _fire(self, until: float, between_server_kills: float) -> None:
-        next_kill = time.monotonic() + between_server_kills
-        while time.monotonic() < until:
+    def _fire(self, seconds: float, server_kills: int) -> None:
+        started = time.monotonic()
+        while (passed := time.monotonic() - started) < seconds:
             time.sleep(1.0)
             role, number = self._random.choice(sorted(self._roles)), self._random.choice(SIGNALS)
             self._roles[role].send_signal(number)
             self.tally.signals[number.name] += 1
-            if time.monotonic() >= next_kill:
-                next_kill += between_server_kills
+            if self.tally.server_kills < server_kills * passed // seconds:
                 self._kill_server()
             self._revive()
+        while self.tally.server_kills < server_kills:
+            self._kill_server()
 
     def _kill_server(self) -> None:
         address = json.loads((self.folders.redis / "server.json").read_text())
@@ -149,13 +151,13 @@ class Chaos:
         for name in names:
             answers = self._rows(f"{name}.jsonl")
             errors = self._rows(f"{name}.errors.jsonl")
-            seen = Counter(row["index"] for row in [*answers, *errors])
+            seen = Counter(int(row["id"]) for row in [*answers, *errors])
             self.tally.rows += len(answers)
             self.tally.errors.update(row["error"]["code"] for row in errors)
             self.tally.lost += sum(index not in seen for index in range(each))
             self.tally.doubled += sum(count - 1 for count in seen.values())
 
-    def _rows(self, name: str) -> list[dict]:
+    def _rows(self, name: str) -> list[dict[str, Any]]:
         file = self.folders.outputs / name
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 

@@ -389,7 +389,7 @@ def test_throughput_is_recorded_per_micro_batch_and_prompts_stay_out_of_the_log(
     assert sum(record["output_tokens"] for record in records) == sum(row["usage"]["completion_tokens"] for row in rows)
     assert sum(record["prompt_tokens"] for record in records) == sum(row["usage"]["prompt_tokens"] for row in rows)
     wanted = "seconds output_tokens_per_s forwards tokens_per_forward positions padding_share queue_wait_s"
-    for name in [*wanted.split(), "peak_memory_mb", "device", "dtype", "model"]:
+    for name in [*wanted.split(), "peak_memory_mb", "device", "dtype", "quantize", "model"]:
         assert all(name in record for record in records), name
     assert "secret" not in repr(events)
 

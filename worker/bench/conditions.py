@@ -27,6 +27,7 @@ def conditions(model: str, loaded: Loaded) -> dict[str, Any]:
         "family": loaded.spec.family,
         "parameters": loaded.parameters,
         "dtype": str(decoder.dtype).removeprefix("torch."),
+        "quantize": loaded.quantize,
         "device": _device(decoder.device),
         "cpu": _cpu_name(),
         "cpu_flags": _cpu_flags(),

@@ -19,7 +19,7 @@ from worker.engine.models.decoders import AnyDecoder, build, shapes
 from worker.engine.models.quantized import Quantize, linear_for
 from worker.engine.models.registry import model_spec
 from worker.engine.models.spec import NAME, DecoderConfig, ModelSpec
-from worker.engine.placement import place_layers
+from worker.engine.placement import layer_devices, place_layers
 from worker.engine.weights import open_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -31,6 +31,12 @@ class Loaded:
 
     spec: ModelSpec
     decoder: AnyDecoder
+    quantize: Quantize = "none"
+
+    @property
+    def device(self) -> str:
+        """The device, or all of them over which the layers are spread, with + between."""
+        return "+".join(dict.fromkeys(str(one) for one in (self.decoder.device, *layer_devices(self.decoder))))
 
     @property
     def parameters(self) -> int:
@@ -60,7 +66,7 @@ def load(
     with ExitStack() as stack:
         fetch = _fetch(folder, spec, allow_pickles, stack)
         decoder = build(spec.decoder, lambda name: fetch(name).to(where(name), dtype_of(name, wanted)), linear)
-    return Loaded(spec, decoder)
+    return Loaded(spec, decoder, quantize)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

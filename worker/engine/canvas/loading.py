@@ -6,7 +6,7 @@ import json
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -25,6 +25,11 @@ class CanvasLoaded:
 
     spec: CanvasSpec
     decoder: CanvasModel
+    quantize: ClassVar[Literal["none"]] = "none"
+
+    @property
+    def device(self) -> str:
+        return str(self.decoder.device)
 
     @property
     def parameters(self) -> int:
