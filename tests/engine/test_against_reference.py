@@ -17,7 +17,7 @@ from worker.engine.models.decoder import Attend
 from worker.engine.models.decoders import AnyDecoder
 from worker.engine.sequence import Row, State
 
-LENGTHS = (1, 2, 5, 17, 40, 140)  # the last one outgrows the smallest cache slot
+LENGTHS = (1, 5, 40, 140)  # the last one outgrows the smallest cache slot
 RULES = (
     ("fixed_steps", 7),
     ("fixed_steps", 14),  # three steps for a block of three masks and an opened slot
@@ -132,7 +132,7 @@ def test_a_cache_refreshed_at_every_other_block_gives_the_reference_tokens(
 
 
 @pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
-@pytest.mark.parametrize("block_length", [5, 8, 32])
+@pytest.mark.parametrize("block_length", [5, 32])
 @pytest.mark.parametrize(("rule", "number"), RULES)
 def test_bidirectional_gives_the_reference_tokens(
     bidirectional: Loaded,

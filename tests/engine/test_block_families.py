@@ -29,9 +29,6 @@ SEED = 3  # the rounding of its logits, which reach 20, stays well below 1e-4
 RULES = (
     ("fixed_steps", 14),
     ("threshold", 0.6),
-    ("left_to_right", 0.5),
-    ("entropy_bound", 2.0),
-    ("klass", (0.3, 2.0)),
     ("joint_threshold", (0.2, 0.3)),
 )
 

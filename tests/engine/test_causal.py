@@ -73,7 +73,7 @@ def test_logits_agree_on_mixed_lengths(loaded: Loaded, reference: Reference) -> 
 
 
 @pytest.mark.parametrize("block_length", [1, 5, 16])
-@pytest.mark.parametrize(("rule", "number"), [one for one in RULES if one[0] != "joint_threshold"])
+@pytest.mark.parametrize(("rule", "number"), [one for one in RULES[::2] if one[0] != "joint_threshold"])
 def test_tokens_are_those_of_the_plain_sampler(
     loaded: Loaded, reference: Reference, rule: str, number: float | tuple[float, float], block_length: int
 ) -> None:

@@ -57,7 +57,6 @@ FAMILIES: dict[str, tuple[Callable[..., Path], Callable[[Path], Reference]]] = {
 RULES = (
     ("fixed_steps", 14),
     ("threshold", 0.6),
-    ("entropy_bound", 2.0),
     ("joint_threshold", (0.2, 0.3)),
 )
 

@@ -44,9 +44,6 @@ FAMILIES = {
 RULES = (
     ("fixed_steps", 14),
     ("threshold", 0.6),
-    ("left_to_right", 0.5),
-    ("entropy_bound", 2.0),
-    ("klass", (0.3, 2.0)),
     ("joint_threshold", (0.2, 0.3)),
 )
 

@@ -84,7 +84,7 @@ def test_logits_agree_on_mixed_lengths(nemotron: Loaded, reference: Reference) -
 
 
 @pytest.mark.parametrize("block_length", [1, 4, 6])
-@pytest.mark.parametrize(("rule", "number"), RULES)
+@pytest.mark.parametrize(("rule", "number"), RULES[::3])
 def test_tokens_are_those_of_the_plain_sampler(
     nemotron: Loaded, reference: Reference, rule: str, number: float | tuple[float, float], block_length: int
 ) -> None:
