@@ -32,7 +32,14 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from redis import Redis
 from redis.exceptions import RedisError
 from rq.job import Job
@@ -68,10 +75,8 @@ WORKERS = 3
 PEACE = 60
 """Rounds in which everything must have ended once nothing happens any more."""
 
-FAILURES = {
-    "again": PromptFailure(ErrorCode.MODEL_ERROR, "it failed"),
-    "bad": BadPrompt(ErrorCode.PROMPT_TOO_LONG, "too long"),
-}
+ACTS = ["take", "answer", "settle", "fail"]
+FAILURES = [BadPrompt(ErrorCode.PROMPT_TOO_LONG, "too long"), PromptFailure(ErrorCode.MODEL_ERROR, "it failed")]
 some = st.integers(0, 7)
 """Which of those that there are: taken modulo their number."""
 
@@ -255,6 +260,14 @@ class Machine(RuleBasedStateMachine):
         self.numbers = itertools.count()
         self.restarts = 0
 
+    @initialize()
+    def begin(self) -> None:
+        """So that there is something to do from the first step on."""
+        self.claim([True] * 5, "normal", closed=False, dropped=True)
+        self.submit(0, None, chunks=2)
+        self.worker_starts()
+        self.worker_starts()
+
     # Producers
 
     @precondition(lambda self: len(self.batches) < BATCHES)
@@ -279,10 +292,15 @@ class Machine(RuleBasedStateMachine):
         self.batches[spec.batch] = Batch(spec, content, rows, open=not closed)
 
     @precondition(lambda self: self.submitting())
-    @rule(which=some, death=st.sampled_from([None, None, "before", "after"]))
-    def submit(self, which: int, death: str | None) -> None:
-        """One chunk, or what the producer gets done of it before it dies."""
+    @rule(which=some, death=st.sampled_from([None, None, "before", "after"]), chunks=st.integers(1, 4))
+    def submit(self, which: int, death: str | None, chunks: int) -> None:
+        """Some chunks of a batch; in the last one the producer may die."""
         batch = pick(self.submitting(), which)
+        for chunk in range(chunks):
+            if batch in self.submitting():
+                self.submit_chunk(batch, death if chunk == chunks - 1 else None)
+
+    def submit_chunk(self, batch: Batch, death: str | None) -> None:
         submission = batch.submission or Submission(batch.spec, self.ledger, self.producer())
         progress = None
         with dying(Ledger, "advance", 0 if death else -1, death == "after") as died:
@@ -336,9 +354,22 @@ class Machine(RuleBasedStateMachine):
         self.workers.append(Worker(intake, Outputs(self.folders, self.ledger, intake.name)))
 
     @precondition(lambda self: self.workers)
-    @rule(which=some, room=st.integers(1, 4))
-    def take(self, which: int, room: int) -> None:
+    @rule(which=some, number=some, acts=st.lists(st.sampled_from(ACTS), min_size=1, max_size=4))
+    def work(self, which: int, number: int, acts: list[str]) -> None:
+        """What a worker's loop does, in any order."""
         worker = pick(self.workers, which)
+        for act in acts:
+            getattr(self, act)(worker, number)
+            self.hold()
+
+    @precondition(lambda self: self.workers)
+    @rule(which=some, number=some)
+    def work_on(self, which: int, number: int) -> None:
+        """A turn of the loop, so that rows come to an end often enough."""
+        self.work(which, number, ["take", "answer", "settle"])
+
+    def take(self, worker: Worker, number: int) -> None:
+        room = 1 + number % 4
         before = {row.lease.execution_id for row in worker.intake.held()}
         idle = not before and not worker.refused
         runnable = [row for row in self.all_rows() if self.may_run(row)]
@@ -369,12 +400,9 @@ class Machine(RuleBasedStateMachine):
         worker.running += given
         worker.refused += refused
 
-    @precondition(lambda self: any(worker.running for worker in self.workers))
-    @rule(which=some, every=st.booleans())
-    def answer(self, which: int, every: bool) -> None:
+    def answer(self, worker: Worker, number: int) -> None:
         """Outputs reach the disk; nobody else knows yet."""
-        worker = pick([worker for worker in self.workers if worker.running], which)
-        rows = worker.running if every else worker.running[:1]
+        rows = worker.running[: 1 + number]
         outputs = []
         for taken in rows:
             text = f"{worker.intake.name} {next(self.numbers)}"
@@ -384,11 +412,8 @@ class Machine(RuleBasedStateMachine):
         worker.written += rows
         worker.running = [row for row in worker.running if row not in rows]
 
-    @precondition(lambda self: any(worker.written or worker.refused for worker in self.workers))
-    @rule(which=some, seals=st.booleans())
-    def settle(self, which: int, seals: bool) -> None:
+    def settle(self, worker: Worker, number: int) -> None:
         """What is written is finished, what was refused is failed; then the worker may publish, or get no further."""
-        worker = pick([worker for worker in self.workers if worker.written or worker.refused], which)
         ours = [taken for taken in worker.written if self.is_ours(taken)]
         assert worker.intake.finish(worker.written) == len(ours)
         for taken in ours:
@@ -397,20 +422,19 @@ class Machine(RuleBasedStateMachine):
         worker.written = []
         while worker.refused:
             self.fail_row(worker, worker.refused.pop(), None)
-        if seals:
+        if number % 2:
             worker.outputs.sealed_if_complete(batches)
             for batch in batches:
                 self.seals(self.batches[batch])
 
-    @precondition(lambda self: any(worker.running for worker in self.workers))
-    @rule(which=some, row=some, how=st.sampled_from(sorted(FAILURES)))
-    def fail(self, which: int, row: int, how: str) -> None:
-        """Another attempt where there is one, else an error row."""
-        worker = pick([worker for worker in self.workers if worker.running], which)
-        taken, error = pick(worker.running, row), FAILURES[how]
+    def fail(self, worker: Worker, number: int) -> None:
+        """One row gets another attempt where there is one, else an error row."""
+        if not worker.running:
+            return
+        taken, error = pick(worker.running, number), FAILURES[number % len(FAILURES)]
         worker.drop([taken])
         if worker.intake.will_retry(taken, error):
-            assert how == "again"
+            assert isinstance(error, PromptFailure)
             assert taken.attempt < MAX_ATTEMPTS
             ours, found = self.is_ours(taken), self.found(taken)[1]
             assert worker.intake.retry(taken, error) == ours
@@ -418,7 +442,7 @@ class Machine(RuleBasedStateMachine):
                 found.move(At.SCHEDULED, starts=0)
                 found.attempts = taken.attempt
         else:
-            assert how == "bad" or taken.attempt >= MAX_ATTEMPTS
+            assert isinstance(error, BadPrompt) or taken.attempt >= MAX_ATTEMPTS
             self.fail_row(worker, taken, error)
 
     def fail_row(self, worker: Worker, taken: Taken | Rejected, error: Any) -> None:
@@ -435,10 +459,10 @@ class Machine(RuleBasedStateMachine):
         if ours:
             row.end(At.FAILED, code, job=True)
 
-    @precondition(lambda self: self.workers)
+    @precondition(lambda self: self.holding())
     @rule(which=some)
     def give_back(self, which: int) -> None:
-        worker = pick(self.workers, which)
+        worker = pick(self.holding(), which)
         held, started = worker.intake.held(), worker.started()
         ours = [taken for taken in held if self.is_ours(taken)]
         assert worker.intake.give_back(held) == len(ours)
@@ -447,11 +471,11 @@ class Machine(RuleBasedStateMachine):
             row.move(At.LIST, starts=row.starts - (taken in started))
         worker.drop(held)
 
-    @precondition(lambda self: self.workers)
+    @precondition(lambda self: self.holding())
     @rule(which=some)
     def heartbeat(self, which: int) -> None:
         """A worker that stood still finds what others have by now; what nobody took is its own again."""
-        worker = pick(self.workers, which)
+        worker = pick(self.holding(), which)
         gone = [taken for taken in worker.intake.held() if not self.is_ours(taken)]
         worker.intake._beat()
         lost = worker.intake.lost()
@@ -461,33 +485,37 @@ class Machine(RuleBasedStateMachine):
             if self.is_ours(taken):
                 self.found(taken)[1].late = False
 
-    @precondition(lambda self: self.workers)
+    @precondition(lambda self: self.holding())
     @rule(which=some)
     def stand_still(self, which: int) -> None:
         """For longer than its leases; it may go on at any time."""
-        worker = pick(self.workers, which)
+        self.leases_run_out(pick(self.holding(), which))
+
+    def leases_run_out(self, worker: Worker) -> None:
         for taken in [*worker.intake.held(), *worker.refused]:
             if self.is_ours(taken):
                 self.redis.zadd(taken.lease.lane.started, {taken.lease.member: 1}, xx=True)
                 self.found(taken)[1].late = True
 
-    @precondition(lambda self: self.workers)
+    @precondition(lambda self: self.holding())
     @rule(which=some, torn=st.booleans())
     def kill(self, which: int, torn: bool) -> None:
         """It may have been writing at that moment."""
-        worker = pick(self.workers, which)
-        self.stand_still(self.workers.index(worker))
+        self.killed(pick(self.holding(), which), torn)
+
+    def killed(self, worker: Worker, torn: bool) -> None:
+        self.leases_run_out(worker)
         worker.outputs.close()
         for segment in self.folders.segments.glob(f"*/{worker.intake.name}.jsonl") if torn else ():
             with segment.open("ab") as stream:
                 stream.write(b'{"index":0,"id":"id-0","output":"half a r')
         self.workers.remove(worker)
 
-    @precondition(lambda self: self.workers)
+    @precondition(lambda self: self.holding())
     @rule(which=some, crashed=st.booleans())
     def leave(self, which: int, crashed: bool) -> None:
         """In order, or by an error; after an error starts stay counted."""
-        worker = pick(self.workers, which)
+        worker = pick(self.holding(), which)
         ours = [taken for taken in [*worker.intake.held(), *worker.refused] if self.is_ours(taken)]
         started = worker.started()
         error = RuntimeError("the device is gone") if crashed else None
@@ -687,6 +715,12 @@ class Machine(RuleBasedStateMachine):
         found = [self.redis.zrange(one.failed_job_registry.key, 0, -1) for one in queues(self.redis, "demo")]
         assert sorted(name.decode() for names in found for name in names) == sorted(failed)
 
+    def hold(self) -> None:
+        """All of the above, in the middle of a step."""
+        self.every_row_is_in_exactly_one_place()
+        self.every_count_adds_up()
+        self.jobs_are_kept_as_long_as_they_are_needed()
+
     def seals(self, batch: Batch) -> None:
         """Somebody has just looked whether the batch can be published."""
         if batch.complete and not batch.published:
@@ -725,27 +759,20 @@ class Machine(RuleBasedStateMachine):
     def be_in_peace(self) -> None:
         """Nothing happens any more; one worker and one producer do what is left to do."""
         while self.workers:
-            self.kill(0, torn=False)
+            self.killed(self.workers[0], torn=False)
         while any(not batch.open for batch in self.batches.values()):
             self.window_opens(0)
         self.worker_starts()
         for _ in range(PEACE):
             if all(batch.published for batch in self.batches.values()):
                 break
-            for number in range(BATCHES):
-                if self.submitting():
-                    self.submit(number, None)
+            for batch in self.submitting():
+                self.submit_chunk(batch, None)
             self.retries_fall_due()
             self.reconcile(0)
-            self.take(0, 4)
-            if self.workers[0].running:
-                self.answer(0, every=True)
-            if self.workers[0].written or self.workers[0].refused:
-                self.settle(0, seals=True)
+            self.work(0, 3, ["take", "answer", "settle"])
         assert all(batch.published for batch in self.batches.values())
-        self.every_row_is_in_exactly_one_place()
-        self.every_count_adds_up()
-        self.jobs_are_kept_as_long_as_they_are_needed()
+        self.hold()
         sources = [file.read_bytes() for file in self.folders.processed.iterdir()]
         assert sorted(sources) == sorted(batch.content for batch in self.batches.values())
         assert claimed.entries(self.folders) == []
@@ -757,6 +784,9 @@ class Machine(RuleBasedStateMachine):
 
     def submitting(self) -> list[Batch]:
         return [batch for batch in self.batches.values() if batch.total is None or batch.submission]
+
+    def holding(self) -> list[Worker]:
+        return [worker for worker in self.workers if worker.intake.held() or worker.refused]
 
     def target(self, batch: Batch) -> Any:
         return queue(self.redis, "demo", batch.spec.priority)
