@@ -61,7 +61,7 @@ from worker.outputs import Outputs
 
 THOROUGH = os.environ.get("STATE_MACHINE") == "thorough"
 PROFILE = settings(
-    max_examples=400 if THOROUGH else 25,
+    max_examples=400 if THOROUGH else 50,
     stateful_step_count=80 if THOROUGH else 40,
     derandomize=not THOROUGH,
     deadline=None,
@@ -75,6 +75,7 @@ WORKERS = 3
 PEACE = 60
 """Rounds in which everything must have ended once nothing happens any more."""
 
+DISTURBANCES = ["give_back", "heartbeat", "stand_still", "kill", "leave"]
 ACTS = ["take", "answer", "settle", "fail"]
 FAILURES = [BadPrompt(ErrorCode.PROMPT_TOO_LONG, "too long"), PromptFailure(ErrorCode.MODEL_ERROR, "it failed")]
 some = st.integers(0, 7)
@@ -258,7 +259,7 @@ class Machine(RuleBasedStateMachine):
         self.batches: dict[str, Batch] = {}
         self.workers: list[Worker] = []
         self.numbers = itertools.count()
-        self.restarts = 0
+        self.restarts = self.cancels = 0
 
     @initialize()
     def begin(self) -> None:
@@ -364,9 +365,13 @@ class Machine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.workers)
     @rule(which=some, number=some)
-    def work_on(self, which: int, number: int) -> None:
-        """A turn of the loop, so that rows come to an end often enough."""
-        self.work(which, number, ["take", "answer", "settle"])
+    def begin_work(self, which: int, number: int) -> None:
+        self.work(which, number, ["take"])
+
+    @precondition(lambda self: self.holding())
+    @rule(which=some, number=some)
+    def end_work(self, which: int, number: int) -> None:
+        self.work(self.workers.index(pick(self.holding(), which)), number, ["answer", "settle"])
 
     def take(self, worker: Worker, number: int) -> None:
         room = 1 + number % 4
@@ -422,7 +427,7 @@ class Machine(RuleBasedStateMachine):
         worker.written = []
         while worker.refused:
             self.fail_row(worker, worker.refused.pop(), None)
-        if number % 2:
+        if number % 4 == 3:
             worker.outputs.sealed_if_complete(batches)
             for batch in batches:
                 self.seals(self.batches[batch])
@@ -460,9 +465,12 @@ class Machine(RuleBasedStateMachine):
             row.end(At.FAILED, code, job=True)
 
     @precondition(lambda self: self.holding())
-    @rule(which=some)
-    def give_back(self, which: int) -> None:
-        worker = pick(self.holding(), which)
+    @rule(which=some, how=st.sampled_from(DISTURBANCES), flag=st.booleans())
+    def disturb(self, which: int, how: str, flag: bool) -> None:
+        """Something happens to a worker that holds rows."""
+        getattr(self, how)(pick(self.holding(), which), flag)
+
+    def give_back(self, worker: Worker, _: bool) -> None:
         held, started = worker.intake.held(), worker.started()
         ours = [taken for taken in held if self.is_ours(taken)]
         assert worker.intake.give_back(held) == len(ours)
@@ -471,11 +479,8 @@ class Machine(RuleBasedStateMachine):
             row.move(At.LIST, starts=row.starts - (taken in started))
         worker.drop(held)
 
-    @precondition(lambda self: self.holding())
-    @rule(which=some)
-    def heartbeat(self, which: int) -> None:
+    def heartbeat(self, worker: Worker, _: bool) -> None:
         """A worker that stood still finds what others have by now; what nobody took is its own again."""
-        worker = pick(self.holding(), which)
         gone = [taken for taken in worker.intake.held() if not self.is_ours(taken)]
         worker.intake._beat()
         lost = worker.intake.lost()
@@ -485,37 +490,24 @@ class Machine(RuleBasedStateMachine):
             if self.is_ours(taken):
                 self.found(taken)[1].late = False
 
-    @precondition(lambda self: self.holding())
-    @rule(which=some)
-    def stand_still(self, which: int) -> None:
+    def stand_still(self, worker: Worker, _: bool) -> None:
         """For longer than its leases; it may go on at any time."""
-        self.leases_run_out(pick(self.holding(), which))
-
-    def leases_run_out(self, worker: Worker) -> None:
         for taken in [*worker.intake.held(), *worker.refused]:
             if self.is_ours(taken):
                 self.redis.zadd(taken.lease.lane.started, {taken.lease.member: 1}, xx=True)
                 self.found(taken)[1].late = True
 
-    @precondition(lambda self: self.holding())
-    @rule(which=some, torn=st.booleans())
-    def kill(self, which: int, torn: bool) -> None:
+    def kill(self, worker: Worker, torn: bool) -> None:
         """It may have been writing at that moment."""
-        self.killed(pick(self.holding(), which), torn)
-
-    def killed(self, worker: Worker, torn: bool) -> None:
-        self.leases_run_out(worker)
+        self.stand_still(worker, torn)
         worker.outputs.close()
         for segment in self.folders.segments.glob(f"*/{worker.intake.name}.jsonl") if torn else ():
             with segment.open("ab") as stream:
                 stream.write(b'{"index":0,"id":"id-0","output":"half a r')
         self.workers.remove(worker)
 
-    @precondition(lambda self: self.holding())
-    @rule(which=some, crashed=st.booleans())
-    def leave(self, which: int, crashed: bool) -> None:
+    def leave(self, worker: Worker, crashed: bool) -> None:
         """In order, or by an error; after an error starts stay counted."""
-        worker = pick(self.holding(), which)
         ours = [taken for taken in [*worker.intake.held(), *worker.refused] if self.is_ours(taken)]
         started = worker.started()
         error = RuntimeError("the device is gone") if crashed else None
@@ -594,7 +586,7 @@ class Machine(RuleBasedStateMachine):
                 row.end(At.FAILED, ErrorCode.SOURCE_LOST)
                 row.shown_id = str(row.index)
 
-    @precondition(lambda self: self.batches)
+    @precondition(lambda self: any(batch.complete and not batch.published for batch in self.batches.values()))
     @rule(
         which=some,
         death=st.sampled_from([(sealing, "_put_source_away"), (Ledger, "close"), (paths, "publish"), None]),
@@ -612,9 +604,10 @@ class Machine(RuleBasedStateMachine):
 
     # People
 
-    @precondition(lambda self: self.batches)
+    @precondition(lambda self: self.cancels < 2)
     @rule(which=some, death=st.sampled_from([None, "stop", "withdraw"]), call=st.integers(0, 1), after=st.booleans())
     def cancel(self, which: int, death: str | None, call: int, after: bool) -> None:
+        self.cancels += 1
         batch = pick(list(self.batches.values()), which)
         if batch.published:
             assert cancelling.cancel(batch.id, self.ledger, self.folders).rows == 0
@@ -639,7 +632,7 @@ class Machine(RuleBasedStateMachine):
             row.end(At.CANCELLED, ErrorCode.CANCELLED)
             row.shown_id = row.shown_id if known else str(row.index)
 
-    @precondition(lambda self: any(batch.rows for batch in self.batches.values()))
+    @precondition(lambda self: any(batch.left for batch in self.batches.values()))
     @rule(which=some, row=some)
     def cancel_row(self, which: int, row: int) -> None:
         batch = pick([batch for batch in self.batches.values() if batch.rows], which)
@@ -759,7 +752,7 @@ class Machine(RuleBasedStateMachine):
     def be_in_peace(self) -> None:
         """Nothing happens any more; one worker and one producer do what is left to do."""
         while self.workers:
-            self.killed(self.workers[0], torn=False)
+            self.kill(self.workers[0], torn=False)
         while any(not batch.open for batch in self.batches.values()):
             self.window_opens(0)
         self.worker_starts()
