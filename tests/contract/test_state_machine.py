@@ -61,8 +61,8 @@ from worker.outputs import Outputs
 
 THOROUGH = os.environ.get("STATE_MACHINE") == "thorough"
 PROFILE = settings(
-    max_examples=400 if THOROUGH else 50,
-    stateful_step_count=80 if THOROUGH else 40,
+    max_examples=400 if THOROUGH else 40,
+    stateful_step_count=80 if THOROUGH else 30,
     derandomize=not THOROUGH,
     deadline=None,
     suppress_health_check=list(HealthCheck),
@@ -75,8 +75,8 @@ WORKERS = 3
 PEACE = 60
 """Rounds in which everything must have ended once nothing happens any more."""
 
-DISTURBANCES = ["give_back", "heartbeat", "stand_still", "kill", "leave"]
-ACTS = ["take", "answer", "settle", "fail"]
+ACTS = ["take", "take", "take", "answer", "answer", "settle", "settle", "fail", "give_back", "heartbeat"]
+ACTS += ["stand_still", "stand_still", "scan", "scan", "kill", "leave"]
 FAILURES = [BadPrompt(ErrorCode.PROMPT_TOO_LONG, "too long"), PromptFailure(ErrorCode.MODEL_ERROR, "it failed")]
 some = st.integers(0, 7)
 """Which of those that there are: taken modulo their number."""
@@ -355,23 +355,15 @@ class Machine(RuleBasedStateMachine):
         self.workers.append(Worker(intake, Outputs(self.folders, self.ledger, intake.name)))
 
     @precondition(lambda self: self.workers)
-    @rule(which=some, number=some, acts=st.lists(st.sampled_from(ACTS), min_size=1, max_size=4))
+    @rule(which=some, number=some, acts=st.lists(st.sampled_from(ACTS), min_size=2, max_size=10))
     def work(self, which: int, number: int, acts: list[str]) -> None:
-        """What a worker's loop does, in any order."""
-        worker = pick(self.workers, which)
-        for act in acts:
-            getattr(self, act)(worker, number)
+        """What workers do and what happens to them, in any order; they change from act to act with `number`."""
+        for place, act in enumerate(acts):
+            worker = pick(self.workers, which + place * (number % 2))
+            getattr(self, act)(worker, number + place)
             self.hold()
-
-    @precondition(lambda self: self.workers)
-    @rule(which=some, number=some)
-    def begin_work(self, which: int, number: int) -> None:
-        self.work(which, number, ["take"])
-
-    @precondition(lambda self: self.holding())
-    @rule(which=some, number=some)
-    def end_work(self, which: int, number: int) -> None:
-        self.work(self.workers.index(pick(self.holding(), which)), number, ["answer", "settle"])
+            if not self.workers:
+                break
 
     def take(self, worker: Worker, number: int) -> None:
         room = 1 + number % 4
@@ -464,13 +456,7 @@ class Machine(RuleBasedStateMachine):
         if ours:
             row.end(At.FAILED, code, job=True)
 
-    @precondition(lambda self: self.holding())
-    @rule(which=some, how=st.sampled_from(DISTURBANCES), flag=st.booleans())
-    def disturb(self, which: int, how: str, flag: bool) -> None:
-        """Something happens to a worker that holds rows."""
-        getattr(self, how)(pick(self.holding(), which), flag)
-
-    def give_back(self, worker: Worker, _: bool) -> None:
+    def give_back(self, worker: Worker, _: int) -> None:
         held, started = worker.intake.held(), worker.started()
         ours = [taken for taken in held if self.is_ours(taken)]
         assert worker.intake.give_back(held) == len(ours)
@@ -479,7 +465,7 @@ class Machine(RuleBasedStateMachine):
             row.move(At.LIST, starts=row.starts - (taken in started))
         worker.drop(held)
 
-    def heartbeat(self, worker: Worker, _: bool) -> None:
+    def heartbeat(self, worker: Worker, _: int) -> None:
         """A worker that stood still finds what others have by now; what nobody took is its own again."""
         gone = [taken for taken in worker.intake.held() if not self.is_ours(taken)]
         worker.intake._beat()
@@ -490,24 +476,26 @@ class Machine(RuleBasedStateMachine):
             if self.is_ours(taken):
                 self.found(taken)[1].late = False
 
-    def stand_still(self, worker: Worker, _: bool) -> None:
+    def stand_still(self, worker: Worker, _: int = 0) -> None:
         """For longer than its leases; it may go on at any time."""
         for taken in [*worker.intake.held(), *worker.refused]:
             if self.is_ours(taken):
                 self.redis.zadd(taken.lease.lane.started, {taken.lease.member: 1}, xx=True)
                 self.found(taken)[1].late = True
 
-    def kill(self, worker: Worker, torn: bool) -> None:
+    def kill(self, worker: Worker, number: int) -> None:
         """It may have been writing at that moment."""
-        self.stand_still(worker, torn)
+        torn = bool(number % 2)
+        self.stand_still(worker)
         worker.outputs.close()
         for segment in self.folders.segments.glob(f"*/{worker.intake.name}.jsonl") if torn else ():
             with segment.open("ab") as stream:
                 stream.write(b'{"index":0,"id":"id-0","output":"half a r')
         self.workers.remove(worker)
 
-    def leave(self, worker: Worker, crashed: bool) -> None:
+    def leave(self, worker: Worker, number: int) -> None:
         """In order, or by an error; after an error starts stay counted."""
+        crashed = bool(number % 2)
         ours = [taken for taken in [*worker.intake.held(), *worker.refused] if self.is_ours(taken)]
         started = worker.started()
         error = RuntimeError("the device is gone") if crashed else None
@@ -557,13 +545,11 @@ class Machine(RuleBasedStateMachine):
 
     # Maintenance
 
-    @precondition(lambda self: self.workers)
-    @rule(which=some)
-    def reconcile(self, which: int) -> None:
+    def scan(self, worker: Worker, _: int) -> None:
         """Two scans of a worker that leads."""
         self.redis.delete("dllm:lock:audit")
         for _ in range(2):
-            pick(self.workers, which).intake.reconciler.run()
+            worker.intake.reconciler.run()
         for _, row in self.rows_at(At.STARTED, At.SCHEDULED, At.INTERMEDIATE):
             if row.late or row.at is At.INTERMEDIATE:
                 row.move(At.LIST)
@@ -752,7 +738,7 @@ class Machine(RuleBasedStateMachine):
     def be_in_peace(self) -> None:
         """Nothing happens any more; one worker and one producer do what is left to do."""
         while self.workers:
-            self.kill(self.workers[0], torn=False)
+            self.kill(self.workers[0], 0)
         while any(not batch.open for batch in self.batches.values()):
             self.window_opens(0)
         self.worker_starts()
@@ -762,8 +748,9 @@ class Machine(RuleBasedStateMachine):
             for batch in self.submitting():
                 self.submit_chunk(batch, None)
             self.retries_fall_due()
-            self.reconcile(0)
-            self.work(0, 3, ["take", "answer", "settle"])
+            self.scan(self.workers[0], 0)
+            for act in (self.take, self.answer, self.settle):
+                act(self.workers[0], 3)
         assert all(batch.published for batch in self.batches.values())
         self.hold()
         sources = [file.read_bytes() for file in self.folders.processed.iterdir()]
@@ -777,9 +764,6 @@ class Machine(RuleBasedStateMachine):
 
     def submitting(self) -> list[Batch]:
         return [batch for batch in self.batches.values() if batch.total is None or batch.submission]
-
-    def holding(self) -> list[Worker]:
-        return [worker for worker in self.workers if worker.intake.held() or worker.refused]
 
     def target(self, batch: Batch) -> Any:
         return queue(self.redis, "demo", batch.spec.priority)
