@@ -113,15 +113,15 @@ class Auditor:
 
     def _cancelled(self, batches: Sequence[Batch]) -> Iterator[Finding]:
         now = self._ledger.now()
-        for batch in filter(cancelling.unfinished, batches):
-            if now - (batch.cancelled_at or 0.0) < CANCEL_IDLE_S:
+        for batch in batches:
+            if not batch.being_cancelled or now - (batch.cancelled_at or 0.0) < CANCEL_IDLE_S:
                 continue
             left = batch.counts.submitted - batch.counts.ended
             yield Finding("unfinished_cancel", batch.spec.batch, f"cancelled, but {left} rows are left", "cancels them")
 
     def _lost(self, batches: Sequence[Batch], thorough: bool) -> Iterator[Finding]:
         now = time.monotonic()
-        missing = self._missing([batch for batch in batches if not cancelling.unfinished(batch)], thorough)
+        missing = self._missing([batch for batch in batches if not batch.being_cancelled], thorough)
         seen = {(batch, index): self._since.get((batch, index), now) for batch, rows in missing for index in rows}
         self._since = seen
         self.unsure = any(now - since < CONFIRM_S for since in seen.values())

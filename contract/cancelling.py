@@ -72,11 +72,6 @@ def cancel_rows(batch: str, ids: Collection[str], ledger: Ledger, folders: Folde
     return Cancelled(count, sorted(unknown), sealing.seal(batch, ledger, folders))
 
 
-def unfinished(batch: Batch) -> bool:
-    """Was the batch cancelled, and not to its end?"""
-    return batch.cancelled_at is not None and batch.state is not BatchState.DONE and not batch.counts.complete
-
-
 def _left(record: Batch, ledger: Ledger) -> list[int]:
     """The rows that were submitted and have not ended."""
     return list(clear_bits(union(ledger.bitmaps(record.spec.batch).values()), record.counts.submitted))

@@ -121,6 +121,11 @@ class Batch(BaseModel):
     cancelled_at: float | None = None
     unread: bool = False
 
+    @property
+    def being_cancelled(self) -> bool:
+        """Was the batch cancelled, and not to its end?"""
+        return self.cancelled_at is not None and self.state is not BatchState.DONE and not self.counts.complete
+
 
 class Ledger:
     """All reads and writes of the keys above. Holds a connection (bytes, not text) and nothing else."""

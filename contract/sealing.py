@@ -126,8 +126,8 @@ def retry(
     """Queue the batch's failed rows again (only those with one of `codes` and of `ids`, where given); returns how many.
 
     Rows that could not be read from the source have no job and stay failed, as do rows whose job is gone.
-    Raises UsageError for an unknown batch, for one of `ids` that no such row has, or for a batch whose published files
-    were changed or moved away.
+    Raises UsageError for an unknown batch or one that is being cancelled, for one of `ids` that no such row has, or for
+    a batch whose published files were changed or moved away.
     """
     record = ledger.get(batch)
     if record is None:
@@ -137,6 +137,8 @@ def retry(
             raise UsageError(f"batch '{batch}' is being published at this moment: try again")
         record = ledger.get(batch)
         assert record is not None
+        if record.being_cancelled:  # to reopen it would make the rest of the cancelling be forgotten
+            raise UsageError(f"batch '{batch}' is being cancelled: try again when it has been published")
         target = queue(redis, record.spec.model, record.spec.priority)
         indices = failed_jobs(redis, target, batch, _chosen(errors(batch, ledger, folders), codes, ids))
         if not indices:

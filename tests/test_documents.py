@@ -42,6 +42,23 @@ def test_the_operations_guide_says_for_every_error_code_how_often_it_is_tried_ag
         assert f"| `{code}` | {words[RETRIES.get(code, 0)]} |" in OPERATIONS
 
 
+def test_a_dead_workers_rows_run_again_within_what_the_operations_guide_says() -> None:
+    usual = WorkerSettings.model_fields["lease_s"].default + WorkerSettings.model_fields["scan_s"].default
+    assert usual < 60
+    assert f"run again within `lease_s + scan_s` ({usual:g} s unless set otherwise)" in " ".join(OPERATIONS.split())
+
+
+def test_every_promise_of_the_operations_guide_is_held_by_a_test_that_there_is() -> None:
+    table = OPERATIONS.partition("## What holds each promise")[2]
+    promises = re.findall(r"^\| [^|]* \| ([^|]+) \| ([^|]+) \|$", table, flags=re.MULTILINE)
+    assert len(promises) > 40
+    for promise, held_by in promises:
+        tests = re.findall(r"`([\w/]+\.py)::(test_\w+)`", held_by)
+        assert tests, promise
+        for file, test in tests:
+            assert f"\ndef {test}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), (promise, test)
+
+
 def test_the_readme_lists_every_sampling_parameter() -> None:
     for name in SamplingParams.model_fields:
         assert f"`{name}`" in README

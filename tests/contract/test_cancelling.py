@@ -14,8 +14,8 @@ from rq.job import Job
 from rq.registry import ScheduledJobRegistry
 
 from contract import sealing
-from contract.cancelling import cancel, cancel_rows, unfinished
-from contract.errors import PromptFailure
+from contract.cancelling import cancel, cancel_rows
+from contract.errors import PromptFailure, UsageError
 from contract.jobs import ErrorCode
 from contract.ledger import BatchState, Counts, Cursor, Ledger
 from contract.paths import Folders
@@ -242,9 +242,23 @@ def test_a_cancelling_that_died_is_finished_by_whoever_looks(
             cancel("b", ledger, folders)
     found = ledger.get("b")
     assert found is not None
-    assert unfinished(found)
+    assert found.being_cancelled
     assert cancel("b", ledger, folders).rows == 3
     assert [row["id"] for row in published(folders, "b.errors.jsonl")] == ["id-0", "id-1", "id-2"]
+
+
+def test_a_batch_is_not_retried_while_it_is_being_cancelled(
+    redis: Redis, ledger: Ledger, folders: Folders, submit: Callable[..., str], intake: Intake
+) -> None:
+    """Whoever cancels it has died: were it reopened now, nobody would cancel the rest."""
+    submit(3)
+    (row,) = intake.take(1)
+    intake.fail(row, PromptFailure(ErrorCode.MODEL_ERROR, "it failed"))
+    assert ledger.stop("b")
+    with pytest.raises(UsageError, match="is being cancelled"):
+        sealing.retry("b", None, ledger, folders, redis)
+    assert cancel("b", ledger, folders).rows == 2
+    assert sealing.retry("b", None, ledger, folders, redis) == 1
 
 
 def test_failed_rows_of_a_cancelled_batch_can_be_retried_and_cancelled_ones_stay(
@@ -257,7 +271,7 @@ def test_failed_rows_of_a_cancelled_batch_can_be_retried_and_cancelled_ones_stay
     assert sealing.retry("b", None, ledger, folders, redis) == 1
     found = ledger.get("b")
     assert found is not None
-    assert not unfinished(found)
+    assert not found.being_cancelled
     assert finish(intake, intake.take(3), folders) == 1
     assert sealing.seal("b", ledger, folders)
     assert [row["id"] for row in published(folders, "b.jsonl")] == ["id-0"]

@@ -69,6 +69,14 @@ def test_what_was_written_is_there_after_a_stop(local: Settings) -> None:
     assert server.open_redis(local).get("kept") == b"yes"
 
 
+def test_what_was_written_is_there_after_a_kill(local: Settings, wait_until: Callable[..., None]) -> None:
+    redis = server.open_redis(local)
+    redis.set("kept", "yes")
+    os.kill(pid_of(server.resolve(local)), signal.SIGKILL)
+    wait_until(lambda: not server._held(local.folders.redis))
+    assert server.open_redis(local).get("kept") == b"yes"
+
+
 def test_a_killed_server_is_started_anew(local: Settings, wait_until: Callable[..., None]) -> None:
     url = server.resolve(local)
     killed = pid_of(url)

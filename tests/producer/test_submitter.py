@@ -224,6 +224,30 @@ def test_submitting_holds_one_chunk_however_large_the_file(
     assert peak < 12 << 20  # the file is 20 MB
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads a process's peak memory as Linux tells it")
+def test_a_large_file_waits_for_workers_in_little_memory_of_producer_and_server(
+    redis: Redis, redis_url: str, ledger: Ledger, folders: Folders, tmp_path: Path, wait_until: Callable[..., None]
+) -> None:
+    """200,000 rows, the settings as they are, and no worker."""
+    with (tmp_path / "large.jsonl").open("w") as file:
+        file.writelines(f'{{"id": "i{index}", "prompt": "{"some words " * 10}{index}"}}\n' for index in range(200_000))
+    before = redis.info("memory")["used_memory"]
+    most = ProducerSettings.model_fields["max_queued"].default
+    command = [*PRODUCER, "submit", str(tmp_path / "large.jsonl"), "--root", str(folders.root)]
+    with subprocess.Popen([*command, "--redis-url", redis_url], stdout=subprocess.DEVNULL) as producer:
+        try:
+            wait_until(lambda: any(batch.counts.submitted >= most for batch in ledger.newest()), 60)
+            status = Path(f"/proc/{producer.pid}/status").read_text()
+            assert producer.poll() is None
+        finally:
+            producer.kill()
+    (batch,) = ledger.newest()
+    assert batch.counts.submitted == most
+    peak = next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmHWM"))
+    assert peak < 200 << 20
+    assert redis.info("memory")["used_memory"] - before < 100 << 20
+
+
 # Deaths and outages
 
 

@@ -1,7 +1,8 @@
 """The command `worker` on an engine that fails. Arguments: the fault, the row that brings it about, the command's own.
 
 Faults while the row is in the engine (`any`: whichever row): `poison`, an error as CUDA raises it, after which every
-further step fails too; `hang`, a step that does not end, once and never again as long as the file `hung` lies there.
+further step fails too; `hang`, a step that does not end, once and never again as long as the file `hung` lies there;
+`slow`, steps that take their time and are counted by the bytes of the file `steps`.
 """
 
 from __future__ import annotations
@@ -49,6 +50,11 @@ class Faulty:
         if not Path("hung").exists():
             Path("hung").touch()
             time.sleep(3600)
+
+    def slow(self) -> None:
+        with Path("steps").open("a") as steps:
+            steps.write(".")
+        time.sleep(0.05)
 
 
 if __name__ == "__main__":

@@ -260,6 +260,24 @@ def test_a_scheduled_retry_is_visible_to_rq_and_queued_when_due(
     assert one.take(1)[0].attempt == 2
 
 
+@pytest.mark.parametrize("by", ["who takes", "maintenance"])
+def test_retries_keep_their_schedule_when_the_worker_that_scheduled_them_dies(
+    redis: Redis, submit: Callable[..., str], quiet: Any, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    monkeypatch.setattr("worker.intake.random.uniform", lambda low, high: high)
+    submit(1)
+    dies, lives = quiet(name="dies", retry_base_s=0.3, retry_max_s=0.3), quiet(name="lives")
+    assert dies.retry(dies.take(1)[0], FAILURE)
+    due = redis.zscore(ScheduledJobRegistry(queue=demo(redis)).key, "b-0")
+    deadline = time.monotonic() + 20
+    rows: list[Taken] = []
+    while not (rows or standing(redis)) and time.monotonic() < deadline:
+        rows = lives.take(1) if by == "who takes" else lives.reconciler.run() or []
+    seconds, micros = redis.time()
+    assert seconds + micros / 1e6 >= due
+    assert [row.attempt for row in rows or lives.take(1)] == [2]
+
+
 def test_only_failures_with_attempts_left_are_retried(submit: Callable[..., str], quiet: Any) -> None:
     submit(1)
     one = quiet(max_attempts=2)
@@ -296,7 +314,7 @@ def test_a_failed_row_is_marked_and_its_job_kept_among_the_failed(
     assert FailedJobRegistry(queue=demo(redis)).get_job_ids() == ["b-0"]
     job = Job.fetch("b-0", redis, serializer=JSONSerializer)
     assert (job.get_status(), job._exc_info) == ("failed", "model_error: the model fell over")
-    assert redis.ttl(job.key) > 86_400
+    assert redis.ttl(job.key) > 364 * 86_400
     assert started(redis) == []
     assert starts(redis) == {}
 
@@ -430,6 +448,7 @@ def test_rows_of_a_killed_process_are_run_again_and_a_stalled_owner_is_fenced(
     while found.keys() != {0, 1, 2} and time.monotonic() < deadline:
         found |= {row.index: row for row in one.take(8, wait_s=1)}
     assert {index: row.suspect for index, row in found.items()} == {0: 1, 1: 1, 2: 0}
+    assert {row.attempt for row in found.values()} == {1}  # a crash costs no attempt
     assert one.finish(list(found.values())) == 3
     assert ledger.get("b").counts == Counts(total=3, submitted=3, done=3, failed=0)
 

@@ -298,6 +298,34 @@ def test_a_full_disk_stops_the_taking_and_loses_nothing(
     assert len({row["id"] for row in published(folders, "b.jsonl")}) == 9
 
 
+def test_nothing_is_taken_while_the_disk_is_full(
+    model: Model,
+    queued: Callable[..., str],
+    redis: Redis,
+    ledger: Ledger,
+    settings: WorkerSettings,
+    outputs: Outputs,
+    folders: Folders,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("worker.loop.DISK_WAIT_S", 0.0)
+    queued([f"prompt {number}" for number in range(9)])
+    disk = FullDisk(outputs, refusals=1_000_000)
+    with Intake(redis, ledger, settings) as intake:
+        loop = Loop(intake, model, disk, grace_s=5.0, log=structlog.get_logger())  # type: ignore[arg-type]
+        loop.take()
+        while loop.running:
+            loop.step()
+            loop.settle()
+            loop.take()
+        assert len(loop.unwritten) == len(intake.held()) == 4  # as many as run together
+        assert waiting_ids(redis, "tiny") == [f"b-{index}" for index in range(4, 9)]
+        assert ledger.get("b").counts.ended == 0  # type: ignore[union-attr]
+        disk.refusals = 0
+        loop.run(burst=True)
+    assert [row["id"] for row in published(folders, "b.jsonl")] == [str(number) for number in range(9)]
+
+
 def test_stopping_finishes_what_runs_and_leaves_the_rest_in_order(
     model: Model,
     queued: Callable[..., str],
