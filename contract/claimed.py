@@ -13,11 +13,11 @@ import unicodedata
 from pathlib import Path
 
 from contract import logs
+from contract.formats import OUTPUT_ENDS
 from contract.ledger import BatchSpec, Ledger
 from contract.paths import Folders, fsync_folder, publish
 
 MANIFEST = "batch.json"
-OUTPUT_ENDS = (".jsonl", ".txt", ".errors.jsonl")
 
 
 def source(spec: BatchSpec, folders: Folders) -> Path:

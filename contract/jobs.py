@@ -18,6 +18,7 @@ SCHEMA = 1
 Priority = Literal["high", "normal", "low"]
 PRIORITIES: tuple[Priority, ...] = ("high", "normal", "low")
 FinishReason = Literal["stop", "length"]
+OutputFormat = Literal["jsonl", "csv", "parquet", "openai"]
 
 
 class ErrorCode(StrEnum):

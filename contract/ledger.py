@@ -7,17 +7,22 @@ step is repeated after a crash. The first mark wins: a row that has ended stays 
     dllm:batches                     sorted set of batch ids by creation time
     dllm:open                        set of the batch ids that are not published yet
     dllm:batch:{id}                  hash: spec (JSON), state, total, finished_at, hours (JSON) where it has any;
+                                     processed (name of its source in batch_processed/);
+                                     started_at, ended_at (first start and last end of a row), output_tokens;
                                      cancelled_at, unread when cancelled
     dllm:batch:{id}:cursor           JSON Cursor: how far the source has been submitted
     dllm:batch:{id}:done, :failed, :cancelled   bitmaps by row index; a row has a bit in one of them at most
     dllm:batch:{id}:starts           hash index -> starts that never ended, that is, crashes survived
     dllm:batch:{id}:lock:{purpose}   lease of the one process that submits or publishes the batch
     dllm:lock:audit                  lease of the worker that looks after all batches
+    dllm:lock:content:{content}      lease of the one process that makes a batch of that content
     dllm:outputs                     hash output name -> the batch that owns it
+    dllm:contents                    hash content -> the newest batch that was submitted with it
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
@@ -26,10 +31,11 @@ from typing import Any, Literal, cast
 from pydantic import BaseModel, ConfigDict
 from redis import Redis, WatchError
 from redis.client import Pipeline
+from redis.exceptions import LockError
 from redis.lock import Lock
 
 from contract.hours import Hours
-from contract.jobs import Priority
+from contract.jobs import OutputFormat, Priority
 from contract.sampling import SamplingParams
 
 PREFIX = "dllm"
@@ -55,11 +61,23 @@ class Mark(StrEnum):
     CANCELLED = "cancelled"
 
 
+class Prices(BaseModel):
+    """What the estimate of a batch's cost counts with, in any one currency; None for what costs nothing."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    per_hour: float | None = None
+    per_million_input: float | None = None
+    per_million_output: float | None = None
+
+
 class BatchSpec(BaseModel):
     """What was asked for; written once, at creation.
 
     `source` is the file's name as the user knows it; `output` the stem of the published files, owned by this batch
-    alone; `params` what rows get that do not say otherwise; `hours` when it may run, None for always.
+    alone; `output_format` the form they have beside JSON lines; `params` what rows get that do not say otherwise;
+    `hours` when it may run, None for always; `content` is one for all batches that would give the same outputs, None
+    for those whose like is not looked for.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -74,6 +92,9 @@ class BatchSpec(BaseModel):
     params: SamplingParams
     created_at: float
     hours: Hours | None = None
+    output_format: OutputFormat = "jsonl"
+    prices: Prices | None = None
+    content: str | None = None
 
 
 class Cursor(BaseModel):
@@ -109,6 +130,8 @@ class Counts(BaseModel):
 class Batch(BaseModel):
     """A batch as the ledger knows it at one moment.
 
+    `started_at` is when a row of it was taken first, `ended_at` when the last one so far ended, by a worker;
+    `output_tokens` is how many the rows done have; `processed` the name of its source in `batch_processed/`.
     `cancelled_at` is when the whole of it was cancelled; `unread` says that its source was not read to the end then.
     """
 
@@ -117,6 +140,10 @@ class Batch(BaseModel):
     spec: BatchSpec
     state: BatchState
     counts: Counts
+    started_at: float | None = None
+    ended_at: float | None = None
+    output_tokens: int = 0
+    processed: str | None = None
     finished_at: float | None = None
     cancelled_at: float | None = None
     unread: bool = False
@@ -163,9 +190,27 @@ class Ledger:
 
     def create(self, spec: BatchSpec) -> bool:
         """Record a new batch; False when its id is known already (then nothing changes)."""
-        keys = [self.key(spec.batch), f"{PREFIX}:batches", f"{PREFIX}:open"]
+        keys = [self.key(spec.batch), f"{PREFIX}:batches", f"{PREFIX}:open", f"{PREFIX}:contents"]
         hours = spec.hours.model_dump_json() if spec.hours else ""
-        return bool(self._create(keys=keys, args=[spec.batch, spec.model_dump_json(), spec.created_at, hours]))
+        words: list[Any] = [spec.batch, spec.model_dump_json(), spec.created_at, hours, spec.content or ""]
+        return bool(self._create(keys=keys, args=words))
+
+    @contextlib.contextmanager
+    def first_with(self, content: str) -> Iterator[None]:
+        """Within it nobody else looks whether there is a batch of that content, and makes one. Waits for its turn."""
+        lock = self.redis.lock(f"{PREFIX}:lock:content:{content}", timeout=LOCK_S, sleep=0.05)
+        lock.acquire()
+        try:
+            yield
+        finally:
+            with contextlib.suppress(LockError):  # it ran out: whoever came then found what was there
+                lock.release()
+
+    def with_content(self, content: str) -> Batch | None:
+        """The newest batch of that content, unless its source was never read to the end."""
+        found = self.redis.hget(f"{PREFIX}:contents", content)
+        batch = self.get(_text(found)) if found else None
+        return None if batch is None or batch.unread else batch
 
     def reserve_output(self, batch: str, name: str) -> bool:
         """Make `name` this batch's output name; False when another batch owns it."""
@@ -210,10 +255,15 @@ class Ledger:
         """Ids of the batches that are not published yet."""
         return sorted(_text(batch) for batch in cast("set[bytes]", self.redis.smembers(f"{PREFIX}:open")))
 
-    def close(self, batch: str) -> None:
-        """The batch is published and its source moved: nothing more will happen to it unprompted."""
+    def close(self, batch: str, processed: str | None = None) -> None:
+        """The batch is published and its source moved, to the name `processed` where this call's process moved it.
+
+        Nothing more will happen to it unprompted.
+        """
         with self.redis.pipeline(transaction=True) as pipe:
             pipe.hset(self.key(batch), mapping={"state": BatchState.DONE, "finished_at": time.time()})
+            if processed:
+                pipe.hset(self.key(batch), "processed", processed)
             pipe.srem(f"{PREFIX}:open", batch)
             pipe.delete(self.key(batch, "starts"))
             pipe.execute()
@@ -266,8 +316,16 @@ class Ledger:
 
     # Rows
 
-    def mark(self, pipe: Pipeline, batch: str, index: int, mark: Mark, lease: tuple[str, str] | None = None) -> None:
-        """Queue on `pipe`: mark a row as ended, once.
+    def mark(
+        self,
+        pipe: Pipeline,
+        batch: str,
+        index: int,
+        mark: Mark,
+        lease: tuple[str, str] | None = None,
+        tokens: int = 0,
+    ) -> None:
+        """Queue on `pipe`: mark a row as ended, once; `tokens` is how many its output has.
 
         `lease` is a sorted set and the member that must be in it; a worker that lost its lease marks nothing.
         The pipeline's answer is 1 when this call ended the row, 0 when it had ended before, -1 when the lease is lost.
@@ -275,7 +333,8 @@ class Ledger:
         keys = [*self.mark_keys(batch), self.key(batch, "starts")]
         fence = list(lease) if lease else ["", ""]
         place = list(Mark).index(mark) + 1
-        self._mark(keys=[*keys, fence[0] or keys[0]], args=[index, place, fence[1]], client=pipe)
+        keys += [fence[0] or keys[0], self.key(batch)]
+        self._mark(keys=keys, args=[index, place, fence[1], tokens], client=pipe)
 
     def marks(self, rows: Sequence[tuple[str, int]]) -> list[Mark | None]:
         """How each (batch, index) ended, or None for those that have not; one round trip."""
@@ -300,12 +359,14 @@ class Ledger:
         found = cast("list[bytes | None]", self.redis.mget(self.mark_keys(batch)))
         return {mark: bits or b"" for mark, bits in zip(Mark, found, strict=True)}
 
-    def reopen(self, batch: str, indices: Iterable[int], enqueue: Callable[[Pipeline], None]) -> None:
-        """Take back the failed marks of `indices` and enqueue those rows again, all or nothing."""
+    def reopen(
+        self, batch: str, indices: Iterable[int], enqueue: Callable[[Pipeline], None], mark: Mark = Mark.FAILED
+    ) -> None:
+        """Take back the marks of `indices`, all of which are `mark`, and enqueue those rows again, all or nothing."""
         submitted = self.redis.hexists(self.key(batch), "total")  # while its source is being read, that goes on
         with self.redis.pipeline(transaction=True) as pipe:
             for index in indices:
-                pipe.setbit(self.key(batch, Mark.FAILED), index, 0)
+                pipe.setbit(self.key(batch, mark), index, 0)
                 self.end_start(pipe, batch, index)
             if submitted:
                 pipe.hset(self.key(batch), "state", BatchState.RUNNING)
@@ -323,8 +384,11 @@ class Ledger:
             pipe.execute()
 
 
+# KEYS the batch's hash, all batches, those not published, contents; ARGV the batch, its spec, creation time, hours and
+# content ('' for none).
 _CREATE = """
 if redis.call('HSETNX', KEYS[1], 'spec', ARGV[2]) == 0 then return 0 end
+if ARGV[5] ~= '' then redis.call('HSET', KEYS[4], ARGV[5], ARGV[1]) end
 redis.call('HSET', KEYS[1], 'state', 'submitting')
 if ARGV[4] ~= '' then redis.call('HSET', KEYS[1], 'hours', ARGV[4]) end
 redis.call('ZADD', KEYS[2], ARGV[3], ARGV[1])
@@ -332,7 +396,8 @@ redis.call('SADD', KEYS[3], ARGV[1])
 return 1
 """
 
-# KEYS the bitmap of each mark, starts, lease set; ARGV index, number of the mark, lease member ('' for none).
+# KEYS the bitmap of each mark, starts, lease set, the batch's hash; ARGV index, number of the mark, lease member (''
+# for none), tokens of the output.
 _MARK = """
 if ARGV[3] ~= '' and not redis.call('ZSCORE', KEYS[5], ARGV[3]) then return -1 end
 redis.call('HDEL', KEYS[4], ARGV[1])
@@ -340,6 +405,11 @@ for mark = 1, 3 do
     if redis.call('GETBIT', KEYS[mark], ARGV[1]) == 1 then return 0 end
 end
 redis.call('SETBIT', KEYS[tonumber(ARGV[2])], ARGV[1], 1)
+if redis.call('HEXISTS', KEYS[6], 'spec') == 1 then
+    local clock = redis.call('TIME')
+    redis.call('HSET', KEYS[6], 'ended_at', clock[1] + clock[2] / 1e6)
+    if ARGV[4] ~= '0' then redis.call('HINCRBY', KEYS[6], 'output_tokens', ARGV[4]) end
+end
 return 1
 """
 
@@ -359,7 +429,7 @@ return 1
 
 def _batch(fields: dict[bytes, bytes], cursor: bytes | None, done: int, failed: int, cancelled: int) -> Batch:
     total = fields.get(b"total")
-    finished, stopped = fields.get(b"finished_at"), fields.get(b"cancelled_at")
+    times = {name: _time(fields, name) for name in ("started_at", "ended_at", "finished_at", "cancelled_at")}
     return Batch(
         spec=BatchSpec.model_validate_json(fields[b"spec"]),
         state=BatchState(_text(fields[b"state"])),
@@ -370,10 +440,16 @@ def _batch(fields: dict[bytes, bytes], cursor: bytes | None, done: int, failed: 
             failed=failed,
             cancelled=cancelled,
         ),
-        finished_at=None if finished is None else float(finished),
-        cancelled_at=None if stopped is None else float(stopped),
+        output_tokens=int(fields.get(b"output_tokens", 0)),
+        processed=_text(fields[b"processed"]) if b"processed" in fields else None,
         unread=b"unread" in fields,
+        **times,
     )
+
+
+def _time(fields: dict[bytes, bytes], name: str) -> float | None:
+    value = fields.get(name.encode())
+    return None if value is None else float(value)
 
 
 def _cursor(value: Any) -> Cursor:

@@ -16,7 +16,8 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 from pydantic import ValidationError
@@ -34,7 +35,7 @@ from rq.serializers import JSONSerializer
 
 from contract import turns
 from contract.jobs import PRIORITIES, Priority, PromptJob
-from contract.ledger import Ledger
+from contract.ledger import PREFIX, Ledger
 
 TASK = "worker.tasks.denoise"
 RETRIES = 1_000_000
@@ -71,12 +72,13 @@ def queue(redis: Redis, model: str, priority: Priority) -> Queue:
 
 
 class WorkerInfo(NamedTuple):
-    """A worker whose heartbeat has not run out. Times are seconds since the epoch."""
+    """A worker whose heartbeat has not run out, and what it told at its last one. Times are seconds since the epoch."""
 
     name: str
     state: str
     queues: tuple[str, ...]
     last_heartbeat: float | None
+    vitals: Mapping[str, Any] = MappingProxyType({})
 
     def serves(self, model: str) -> bool:
         """Does it take prompts for `model`?"""
@@ -91,10 +93,26 @@ def workers(redis: Redis) -> list[WorkerInfo]:
             state=str(worker.get_state()),
             queues=tuple(worker.queue_names()),
             last_heartbeat=worker.last_heartbeat.timestamp() if worker.last_heartbeat else None,
+            vitals=_vitals(redis, worker.name),
         )
         for worker in Worker.all(connection=redis, serializer=JSONSerializer)
     ]
-    return sorted(found)
+    return sorted(found, key=lambda worker: worker.name)
+
+
+def lives(worker: str) -> str:
+    """Key of a worker's lives: a hash from when a process of that name began to how it stood at its last heartbeat."""
+    return f"{PREFIX}:lives:{worker}"
+
+
+def _vitals(redis: Redis, worker: str) -> dict[str, Any]:
+    """How a worker stood at its last heartbeat; nothing where it did not say."""
+    told = cast("dict[bytes, bytes]", redis.hgetall(lives(worker)))
+    try:
+        found = json.loads(told[max(told)]) if told else {}
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def depths(redis: Redis, model: str) -> dict[Priority, int]:

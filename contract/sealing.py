@@ -5,7 +5,8 @@ repeated, so a crash anywhere is finished by the next one who looks:
 
     merge    the segments in index order, as the ledger says: a row marked done gives its first output, a row marked
              failed or cancelled its last error; memory is eight bytes a row, and the lines are copied from disk to disk
-    publish  `{output}.errors.jsonl` and `{output}.txt`, then `{output}.jsonl`: who sees the last sees the others
+    publish  `{output}.errors.jsonl`, `{output}.txt`, other forms that were asked for (`contract.formats`) and
+             `{output}.summary.json`, then `{output}.jsonl`: who sees the last sees the others
     move     the source from `batch_inputs/.claimed/{batch}/` to `batch_processed/`
     close    the batch in the ledger; a while later its segments are removed
 
@@ -17,6 +18,7 @@ rows back as a segment, so that old and new rows are published together.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import shutil
 import time
@@ -29,14 +31,15 @@ from redis import Redis
 from redis.exceptions import LockError
 from redis.lock import Lock
 
-from contract import logs, paths, segments
+from contract import formats, logs, paths, segments
 from contract.claimed import MANIFEST
 from contract.errors import DllmError, UsageError
-from contract.jobs import ErrorCode, ErrorDetail, ErrorRow
+from contract.jobs import ErrorCode, ErrorDetail, ErrorRow, PromptJob
 from contract.ledger import LOCK_S, Batch, BatchState, Ledger, Mark
-from contract.merging import Merge, set_bits, union, without_index
+from contract.merging import Merge, is_set, set_bits, union, without_index
 from contract.paths import Folders
-from contract.queues import failed_jobs, queue, requeuing
+from contract.queues import enqueuing, failed_jobs, queue, requeuing
+from contract.summary import Summary
 
 PUT_BACK = "00-published.jsonl"
 WAIT_S = 10.0
@@ -76,9 +79,9 @@ def seal(batch: str, ledger: Ledger, folders: Folders) -> bool:
             return False
         try:
             _publish(record, ledger, folders, lease)
-            _put_source_away(folders.claimed / batch, folders.processed)
+            processed = _put_source_away(folders.claimed / batch, folders.processed)
             lease.hold()
-            ledger.close(batch)
+            ledger.close(batch, processed)
         except _LeaseLost:
             logs.get(batch=batch).warning("sealing took too long and was taken over by another process")
             return False
@@ -129,14 +132,7 @@ def retry(
     Raises UsageError for an unknown batch or one that is being cancelled, for one of `ids` that no such row has, or for
     a batch whose published files were changed or moved away.
     """
-    record = ledger.get(batch)
-    if record is None:
-        raise UsageError(f"no batch '{batch}': `producer status` lists them all")
-    with _lease(ledger, batch, wait_s=WAIT_S) as lease:
-        if lease is None:
-            raise UsageError(f"batch '{batch}' is being published at this moment: try again")
-        record = ledger.get(batch)
-        assert record is not None
+    with _ours(batch, ledger) as (record, lease):
         if record.being_cancelled:  # to reopen it would make the rest of the cancelling be forgotten
             raise UsageError(f"batch '{batch}' is being cancelled: try again when it has been published")
         target = queue(redis, record.spec.model, record.spec.priority)
@@ -150,6 +146,38 @@ def retry(
             lease.hold()
             ledger.reopen(batch, chunk, requeuing(redis, target, [f"{batch}-{index}" for index in chunk]))
     return len(indices)
+
+
+def reinstate(batch: str, jobs: Iterable[PromptJob], ledger: Ledger, folders: Folders) -> int:
+    """Queue those of `jobs`, rows of the batch as its source gives them, again that were cancelled; returns how many.
+
+    Raises UsageError as `retry` does.
+    """
+    count = 0
+    with _ours(batch, ledger) as (record, lease):
+        target = queue(ledger.redis, record.spec.model, record.spec.priority)
+        cancelled = ledger.bitmap(batch, Mark.CANCELLED)
+        wanted = (job for job in jobs if is_set(cancelled, job.index))
+        while chunk := list(itertools.islice(wanted, REOPEN_CHUNK)):
+            if not count and record.state is BatchState.DONE:
+                _put_back(record, ledger, folders, lease)
+            lease.hold()
+            ledger.reopen(batch, [job.index for job in chunk], enqueuing(target, chunk), Mark.CANCELLED)
+            count += len(chunk)
+    return count
+
+
+@contextlib.contextmanager
+def _ours(batch: str, ledger: Ledger) -> Iterator[tuple[Batch, _Lease]]:
+    """The batch, and the right to reopen it."""
+    if ledger.get(batch) is None:
+        raise UsageError(f"no batch '{batch}': `producer status` lists them all")
+    with _lease(ledger, batch, wait_s=WAIT_S) as lease:
+        if lease is None:
+            raise UsageError(f"batch '{batch}' is being published at this moment: try again")
+        record = ledger.get(batch)
+        assert record is not None
+        yield record, lease
 
 
 def _chosen(rows: Iterable[ErrorRow], codes: Collection[ErrorCode] | None, ids: Collection[str] | None) -> list[int]:
@@ -170,29 +198,41 @@ def _publish(record: Batch, ledger: Ledger, folders: Folders, lease: _Lease) -> 
     spec, total = record.spec, record.counts.total or 0
     folder = folders.segments / spec.batch
     folder.mkdir(parents=True, exist_ok=True)
+    summary = Summary()
     with contextlib.ExitStack() as stack:
         merge = stack.enter_context(Merge(folder, total, ledger.bitmaps(spec.batch), lease.keep))
         lease.hold()  # who took over from us may have removed the segments, and nothing was lost
         _admit_losses(merge, record, ledger)
-        parts = [folder / f".{name}.{uuid4().hex}.part" for name in ("outputs", "errors", "text")]
-        outputs, failures, text = (stack.enter_context(part.open("wb")) for part in parts)
+        parts = [folder / f".{name}.{uuid4().hex}.part" for name in ("outputs", "errors", "text", "summary")]
+        outputs, failures, text, told = (stack.enter_context(part.open("wb")) for part in parts)
+        form = stack.enter_context(formats.opened(spec, folder, record.started_at or spec.created_at))
         for index in range(total):
             lease.keep()
             row = merge.line(index)
             ok = row is not None and merge.kind(index) is Mark.DONE
             row = row or segments.line(_unrecorded(index, merge.kind(index)))
             (outputs if ok else failures).write(without_index(row))
+            fields = json.loads(row)
+            summary.add(fields)
+            form.add(index, fields)
             if spec.kind == "txt":
-                text.write(_readable(json.loads(row), whole_file=spec.txt_mode == "file"))
+                text.write(_readable(fields, whole_file=spec.txt_mode == "file"))
         any_failed = failures.tell() > 0
+        told.write(json.dumps(summary.document(record, ledger.now()), indent=2).encode() + b"\n")
     lease.hold()
-    if any_failed:
-        paths.publish(parts[1], _errors_file(record, folders))
-    else:
-        _errors_file(record, folders).unlink(missing_ok=True)  # of an earlier seal, before its rows were retried
-    if spec.kind == "txt":
-        paths.publish(parts[2], folders.outputs / f"{spec.output}.txt")
-    paths.publish(parts[0], _outputs_file(record, folders))
+    files: list[tuple[str, Path | None]] = [
+        (".errors.jsonl", parts[1] if any_failed else None),
+        *([(".txt", parts[2])] if spec.kind == "txt" else []),
+        *form.files(),
+        (".summary.json", parts[3]),
+        (".jsonl", parts[0]),
+    ]
+    for end, part in files:
+        target = folders.outputs / f"{spec.output}{end}"
+        if part is not None:
+            paths.publish(part, target)
+        else:
+            target.unlink(missing_ok=True)  # of an earlier seal, before its rows were retried
 
 
 def _admit_losses(merge: Merge, record: Batch, ledger: Ledger) -> None:
@@ -231,15 +271,18 @@ def _readable(row: dict[str, Any], whole_file: bool) -> bytes:
 # Steps after publishing
 
 
-def _put_source_away(claimed: Path, processed: Path) -> None:
+def _put_source_away(claimed: Path, processed: Path) -> str | None:
+    """Move the source; returns its name there, None when that was done before."""
+    name = None
     if not claimed.is_dir():
-        return
+        return name
     for source in sorted(claimed.iterdir()):
         if source.name != MANIFEST:
-            paths.move(source, processed)
+            name = paths.move(source, processed).name
     (claimed / MANIFEST).unlink(missing_ok=True)
     claimed.rmdir()
     paths.fsync_folder(claimed.parent)
+    return name
 
 
 def _clear_leftovers(ledger: Ledger, folders: Folders) -> None:

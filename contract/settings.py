@@ -20,12 +20,14 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 
 from contract import hours
 from contract.errors import BadPrompt, SettingsError, nearest
+from contract.jobs import OutputFormat
 from contract.paths import Folders
 from contract.sampling import SamplingParams, parse_params
 
 PREFIX = "DLLM_"
 Seconds = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
+Price = Annotated[float, Field(ge=0)] | None
 
 
 class Settings(BaseSettings):
@@ -83,6 +85,12 @@ class ProducerSettings(Settings):
     txt_mode: Literal["lines", "file"] = Field(
         "lines", description=".txt input: one prompt a line, or the whole file as one prompt"
     )
+    output_format: OutputFormat = Field(
+        "jsonl", description="what is published beside the JSON lines: jsonl (nothing), csv, parquet or openai"
+    )
+    price_per_hour: Price = Field(None, description="price of an hour of one worker, for the estimated cost of a batch")
+    price_per_million_input: Price = Field(None, description="price of a million prompt tokens, for the same")
+    price_per_million_output: Price = Field(None, description="price of a million output tokens, for the same")
     scan_s: Seconds = Field(2.0, description="seconds between scans of batch_inputs/")
     settle_s: Annotated[float, Field(ge=0)] = Field(
         1.0, description="seconds a file's size and mtime must stand still before it is claimed"

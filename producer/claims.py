@@ -7,6 +7,7 @@ when Redis has lost everything. Knows no lines and no prompts; never overwrites 
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import secrets
@@ -23,7 +24,7 @@ from contract import claimed, logs
 from contract.claimed import MANIFEST, idle_s
 from contract.errors import DllmError, UsageError
 from contract.hours import Hours
-from contract.ledger import Batch, BatchSpec, BatchState, Ledger
+from contract.ledger import Batch, BatchSpec, BatchState, Ledger, Prices
 from contract.paths import Folders, publish
 from contract.settings import ProducerSettings
 from producer.notices import Notices
@@ -33,6 +34,8 @@ KINDS: dict[str, Literal["txt", "jsonl"]] = {".txt": "txt", ".jsonl": "jsonl"}
 LONGEST_SLUG = 40
 LONGEST_OUTPUT = 200
 ABANDONED_S = 60.0
+NOT_CONTENT = {"batch", "source", "output", "priority", "created_at", "hours", "prices", "content"}
+"""What may differ between two batches that publish the same: the names, when they run, and what that costs."""
 
 
 class Look(NamedTuple):
@@ -90,9 +93,35 @@ class Claims:
 
         Raises DllmError when the file changes while it is copied.
         """
-        spec = self._plan(file, name)
-        target = self.source(spec)
-        partial = target.with_name(PARTIAL)
+        return self._keep(self._copy(file, self._plan(file, name)))
+
+    def snapshot_once(self, file: Path, name: str | None = None) -> tuple[BatchSpec, bool]:
+        """As `snapshot`, but the batch that was submitted with the same content before, where there is one.
+
+        Also whether it is a new one. Of two who do this at once, one makes the batch.
+        """
+        spec = self._copy(file, self._plan(file, name))
+        with self.ledger.first_with(str(spec.content)):
+            if other := self.ledger.with_content(str(spec.content)):
+                self._discard(spec)
+                return other.spec, False
+            return self._keep(spec), True
+
+    def again(self, file: Path, spec: BatchSpec, name: str | None = None) -> BatchSpec:
+        """A new batch that reads `file` as the batch of `spec` read it, with `spec`'s model and parameters."""
+        batch = f"{slug(name or Path(spec.source).stem)}-{secrets.token_hex(4)}"
+        stem = output_stem(name or spec.output)
+        changes = {
+            "batch": batch,
+            "output": claimed.reserve_output(stem, batch, self.ledger, self.folders),
+            "created_at": time.time(),
+            "hours": None,
+        }
+        return self._keep(self._copy(file, spec.model_copy(update=changes)))
+
+    def _copy(self, file: Path, spec: BatchSpec) -> BatchSpec:
+        """A copy of the file in the batch's folder, not yet under its name; the spec with its content."""
+        partial = self.source(spec).with_name(PARTIAL)
         before = os.stat(file)
         try:
             claimed.write_manifest(spec, self.folders)
@@ -100,9 +129,19 @@ class Claims:
             after = os.stat(file)
             if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
                 raise DllmError(f"{file} is being written: submit it when it is complete")
-            publish(partial, target)
+            spec = spec.model_copy(update={"content": content(partial, spec)})
+            claimed.write_manifest(spec, self.folders)
+            return spec
         except BaseException:
-            partial.unlink(missing_ok=True)
+            self._discard(spec)
+            raise
+
+    def _keep(self, spec: BatchSpec) -> BatchSpec:
+        """The copy gets its name, and the ledger learns of the batch."""
+        target = self.source(spec)
+        try:
+            publish(target.with_name(PARTIAL), target)
+        except BaseException:
             self._discard(spec)
             raise
         claimed.record(spec, self.ledger, self.folders)
@@ -151,6 +190,8 @@ class Claims:
             params=self.settings.params,
             created_at=now,
             hours=Hours.of(self.settings.not_before, self.settings.window, now),
+            output_format=self.settings.output_format,
+            prices=_prices(self.settings),
         )
 
     def _read_manifest(self, folder: Path) -> BatchSpec | None:
@@ -172,6 +213,23 @@ class Claims:
             claimed.release_output(spec, self.ledger)
 
 
+def _prices(settings: ProducerSettings) -> Prices | None:
+    found = Prices(
+        per_hour=settings.price_per_hour,
+        per_million_input=settings.price_per_million_input,
+        per_million_output=settings.price_per_million_output,
+    )
+    return found if found != Prices() else None
+
+
+def content(file: Path, spec: BatchSpec) -> str:
+    """A hash of the file's bytes and of all that is asked for them that changes what is published."""
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256")
+    digest.update(spec.model_dump_json(exclude=NOT_CONTENT).encode())
+    return digest.hexdigest()
+
+
 def is_utf8(name: str) -> bool:
     """Can a manifest hold this file name? Names of other encodings reach us with surrogates in them."""
     return not any("\ud800" <= char <= "\udfff" for char in name)
@@ -185,10 +243,10 @@ def checked_name(name: str) -> str:
 
 
 def output_stem(stem: str) -> str:
-    """`stem` as the stem of output files: visible, of bearable length, and never taken for another batch's errors."""
+    """`stem` as the stem of output files: visible, of bearable length, and never taken for another batch's files."""
     visible = re.sub(r"[\x00-\x1f\x7f/\\]", "_", stem).strip().lstrip(".")
     short = visible.encode("utf-8", "replace")[:LONGEST_OUTPUT].decode("utf-8", "ignore")
-    return re.sub(r"\.(errors)$", r"-\1", short, flags=re.IGNORECASE) or "batch"
+    return re.sub(r"\.(errors|openai)$", r"-\1", short, flags=re.IGNORECASE) or "batch"
 
 
 def slug(stem: str) -> str:

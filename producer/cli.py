@@ -19,26 +19,29 @@ from types import FrameType
 from typing import Annotated, Any
 
 import typer
+import yaml
 from redis.exceptions import RedisError
 from rich.progress import Progress as Bar
 
-from contract import cancelling, logs, paths, queues, sealing, server
+from contract import cancelling, claimed, formats, logs, paths, queues, sealing, server
 from contract.errors import BadPrompt, DllmError, UsageError, nearest
 from contract.hours import closed_until
 from contract.jobs import PRIORITIES, ErrorCode, ErrorRow
-from contract.ledger import Batch, BatchSpec, BatchState, Cursor, Ledger
+from contract.ledger import Batch, BatchSpec, BatchState, Cursor, Ledger, Mark
 from contract.paths import Folders
-from contract.sampling import parse_params
+from contract.sampling import SamplingParams, parse_params
 from contract.settings import ProducerSettings, read
-from producer import display, report
+from producer import configuring, display, report
 from producer.claims import KINDS, Claims, Look, checked_name, is_utf8
 from producer.doctor import examine
+from producer.resuming import resume
 from producer.submitter import OUTAGES, Progress, pause_after, submit, wait
 from producer.watcher import Watcher
 
 POLL_S = 0.25
 SEAL_AFTER_S = 2.0
 """A worker publishes a batch it completes at once; one that nobody published by then is published here."""
+WATCH_S = 2.0
 INTERRUPTED = 130
 FAILED_SHOWN = 100
 
@@ -74,7 +77,10 @@ def watch(
     redis_url: RedisUrl = None,
     debug: Debug = False,
 ) -> None:
-    """Watch batch_inputs/ and submit every .txt and .jsonl file that is put there."""
+    """Watch batch_inputs/ and submit every .txt and .jsonl file that is put there.
+
+    Example: producer watch
+    """
     with _errors(debug), Stop() as stop:
         session = Session.open({"root": root, "redis_url": redis_url}, quiet=False)
         watcher = Watcher(session.settings, session.ledger, stop)
@@ -98,7 +104,12 @@ def submit_command(
     window: Annotated[
         str | None, typer.Option("--window", help="Run at these hours of the day only, such as 22:00-06:00")
     ] = None,
+    output_format: Annotated[
+        str | None, typer.Option("--output-format", help="jsonl, csv, parquet or openai, beside the JSON lines")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="A new batch, even if the same was submitted before")] = False,
     wait_: Annotated[bool, typer.Option("--wait", help="Wait until the outputs are published")] = False,
+    as_json: Json = False,
     max_new_tokens: Annotated[int | None, typer.Option(help="Longest output")] = None,
     denoise_steps: Annotated[int | None, typer.Option(help="Denoise steps, for rule fixed_steps")] = None,
     rule: Annotated[str | None, typer.Option(help="Acceptance rule")] = None,
@@ -122,7 +133,12 @@ def submit_command(
     redis_url: RedisUrl = None,
     debug: Debug = False,
 ) -> None:
-    """Submit files and print a batch id for each. The files stay as they are; later changes do not matter."""
+    """Submit files and print a batch id for each. The files stay as they are; later changes do not matter.
+
+    What was submitted before, with the same parameters, goes on as the batch it is: only what has no output runs again.
+
+    Example: producer submit questions.jsonl --wait --max-new-tokens 128
+    """
     sampling = {
         "max_new_tokens": max_new_tokens,
         "denoise_steps": denoise_steps,
@@ -147,61 +163,152 @@ def submit_command(
     with _errors(debug), Stop() as stop:
         _check_inputs(files, name, priority)
         flags = {"root": root, "redis_url": redis_url, "model": model, "priority": priority}
-        flags |= {"not_before": not_before, "window": window}
+        flags |= {"not_before": not_before, "window": window, "output_format": output_format}
         session = Session.open(flags, quiet=True, sampling=sampling)
-        specs = [spec for file in files if not stop() and (spec := _submit_file(file, name, session, stop))]
-        session.tell_if_no_worker()
-        if wait_:
-            _wait_for(specs, session, stop)
-        if stop():
-            raise typer.Exit(INTERRUPTED)
+        taken = [_submit_file(file, name, force, session, stop, as_json) for file in files if not stop()]
+        _finish_submitting(taken, wait_, as_json, session, stop)
 
 
 @app.command()
-def status(
-    batch: Annotated[str | None, typer.Argument(metavar="[BATCH]", help="One batch in detail")] = None,
+def rerun(
+    batch: BatchId,
+    param: Annotated[
+        list[str] | None, typer.Option("--param", metavar="NAME=VALUE", help="A sampling parameter; may be repeated")
+    ] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Name of the output files [that of BATCH]")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Name under models/, or path of a checkpoint")] = None,
+    wait_: Annotated[bool, typer.Option("--wait", help="Wait until the outputs are published")] = False,
     as_json: Json = False,
     root: Root = None,
     redis_url: RedisUrl = None,
     debug: Debug = False,
 ) -> None:
-    """Show how batches, queues and workers stand."""
+    """Run a batch's source again as a new batch, with other parameters or another model; the old one stays.
+
+    Example: producer rerun questions-1a2b3c4d --param temperature=0.7 --param seed=2
+    """
+    with _errors(debug), Stop() as stop:
+        if name is not None:
+            checked_name(name)
+        session = Session.open({"root": root, "redis_url": redis_url, "model": model})
+        found = report.find(batch, session.ledger)
+        session.settings = session.settings.model_copy(update={"model": model or found.spec.model})
+        changes = {"params": _changed(found.spec.params, param or []), "model": session.settings.queue_model}
+        file = report.source(found, session.folders)
+        claims = Claims(session.settings, session.ledger)
+        spec = claims.again(file, found.spec.model_copy(update=changes), name)
+        if not as_json:
+            display.answer(spec.batch)
+        complete = _submit_claimed(spec, file, session, stop)
+        _finish_submitting([Submitted(spec, file, complete)], wait_, as_json, session, stop)
+
+
+def _changed(params: SamplingParams, given: list[str]) -> SamplingParams:
+    values = {}
+    for word in given:
+        name, equals, value = word.partition("=")
+        if not equals:
+            raise UsageError(f"--param takes NAME=VALUE, such as --param temperature=0.7, not '{word}'")
+        values[name] = yaml.safe_load(value) if value else ""
+    try:
+        return parse_params(values, params)
+    except BadPrompt as error:
+        raise UsageError(f"--param: {error}") from None
+
+
+@app.command()
+def init(
+    force: Annotated[bool, typer.Option("--force", help="Write over the files that are there")] = False,
+    as_json: Json = False,
+    root: Root = None,
+    debug: Debug = False,
+) -> None:
+    """Make the folders, and write configuration files in which every setting is explained.
+
+    Example: producer init --root /srv/batches
+    """
     with _errors(debug):
+        folders = read(ProducerSettings, {"root": root}).folders.create()
+        written = configuring.write(folders, force)
+        if as_json:
+            display.answer(json.dumps({"written": [str(file) for file, new in written.items() if new]}, indent=2))
+            return
+        for file, new in written.items():
+            display.answer(f"{_near(file)}  {'written' if new else 'is there already: --force writes over it'}")
+
+
+@app.command()
+def status(
+    batch: Annotated[str | None, typer.Argument(metavar="[BATCH]", help="One batch in detail")] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it anew every two seconds, until Ctrl-C")] = False,
+    as_json: Json = False,
+    root: Root = None,
+    redis_url: RedisUrl = None,
+    debug: Debug = False,
+) -> None:
+    """Show how batches, queues and workers stand.
+
+    Example: producer status --watch
+    """
+    with _errors(debug), Stop() as stop:
+        if watch and as_json:
+            raise UsageError("--watch does not go with --json: run `producer status --json` again and again instead")
         session = Session.open({"root": root, "redis_url": redis_url})
-        shown: report.SystemReport | report.BatchReport
-        if batch is None:
-            shown = report.system(session.ledger, session.folders, session.settings.queue_model)
-        else:
-            shown = report.batch_reports([report.find(batch, session.ledger)], session.ledger, session.folders)[0]
+        shown = _standing(batch, session)
         if as_json:
             display.answer(shown.model_dump_json(indent=2))
-        elif isinstance(shown, report.SystemReport):
-            display.system(shown)
-        else:
-            display.batch(shown)
+            return
+        display.standing(shown)
+        while watch and not stop() and not _over(shown):
+            wait(WATCH_S, stop)
+            with contextlib.suppress(*OUTAGES):  # the last picture stays
+                shown = _standing(batch, session)
+                display.clear()
+                display.standing(shown)
+
+
+def _over(shown: report.SystemReport | report.BatchReport) -> bool:
+    return isinstance(shown, report.BatchReport) and shown.state is BatchState.DONE
+
+
+def _standing(batch: str | None, session: Session) -> report.SystemReport | report.BatchReport:
+    if batch is None:
+        return report.system(session.ledger, session.folders, session.settings.queue_model)
+    return report.batch_reports([report.find(batch, session.ledger)], session.ledger, session.folders)[0]
 
 
 @app.command()
 def results(
     batch: BatchId,
-    output: Annotated[Path | None, typer.Option("--output", help="Write the rows here instead of to stdout")] = None,
+    output_file: Annotated[
+        Path | None, typer.Option("--output-file", help="Write the rows here instead of to stdout")
+    ] = None,
+    as_json: Json = False,
     root: Root = None,
     redis_url: RedisUrl = None,
     debug: Debug = False,
 ) -> None:
-    """Print a batch's output rows in input order, also while it still runs; name the published files on stderr."""
+    """Print a batch's output rows in input order, also while it still runs, and say on stderr what is missing.
+
+    Example: producer results questions-1a2b3c4d --output-file so-far.jsonl
+    """
     with _errors(debug):
         session = Session.open({"root": root, "redis_url": redis_url})
         found = report.find(batch, session.ledger)
-        rows = report.outputs(found, session.ledger, session.folders)
-        count = _write_rows(rows, output)
+        marks = session.ledger.bitmaps(batch)
+        rows = report.outputs(found, marks[Mark.DONE], session.folders)
+        if as_json:
+            _answer_results(found, marks, rows, output_file, session)
+            return
+        count = _write_rows(rows, output_file)
         if found.state is not BatchState.DONE:
             total = "an unknown number of" if found.counts.total is None else found.counts.total
             display.say(f"{count} rows so far, of {total}")
+            display.missing(found, report.missing(found, marks))
         for file in report.published(found, session.folders):
             display.say(f"published: {_near(file)}")
-        if output is not None:
-            display.say(f"{count} rows written to {output}")
+        if output_file is not None:
+            display.say(f"{count} rows written to {output_file}")
 
 
 @app.command()
@@ -216,7 +323,10 @@ def failed(
     redis_url: RedisUrl = None,
     debug: Debug = False,
 ) -> None:
-    """List failed rows, of a batch or of all (the newest first), why they failed, and what to do about it."""
+    """List failed rows, of a batch or of all (the newest first), why they failed, and what to do about it.
+
+    Example: producer failed --code model_error --limit 20
+    """
     with _errors(debug):
         codes = _codes(code)
         session = Session.open({"root": root, "redis_url": redis_url})
@@ -244,7 +354,10 @@ def retry(
     redis_url: RedisUrl = None,
     debug: Debug = False,
 ) -> None:
-    """Queue failed rows again, of a batch or of all. Rows that could not be read from the file stay failed."""
+    """Queue failed rows again, of a batch or of all. Rows that could not be read from the file stay failed.
+
+    Example: producer retry questions-1a2b3c4d --code out_of_memory
+    """
     with _errors(debug):
         if (batch is None) != all_:
             raise UsageError("give BATCH or --all, and not both")
@@ -281,7 +394,10 @@ def cancel_command(
     redis_url: RedisUrl = None,
     debug: Debug = False,
 ) -> None:
-    """End a batch's rows that wait or run, or only those with --id; what is done is published."""
+    """End a batch's rows that wait or run, or only those with --id; what is done is published.
+
+    Example: producer cancel questions-1a2b3c4d
+    """
     with _errors(debug):
         session = Session.open({"root": root, "redis_url": redis_url})
         before = report.find(batch, session.ledger)
@@ -309,7 +425,10 @@ def doctor(
     redis_url: RedisUrl = None,
     debug: Debug = False,
 ) -> None:
-    """Say, a line each, what is wrong with queues, folders, server and machine; exits 1 if anything is left so."""
+    """Say, a line each, what is wrong with queues, folders, server and machine; exits 1 if anything is left so.
+
+    Example: producer doctor --fix
+    """
     with _errors(debug):
         settings = read(ProducerSettings, {"root": root, "redis_url": redis_url})
         with contextlib.suppress(OSError):  # a folder that cannot be written is a finding
@@ -330,11 +449,17 @@ def doctor(
 
 
 @app.command("stop-server")
-def stop_server(root: Root = None, redis_url: RedisUrl = None, debug: Debug = False) -> None:
-    """End the local Redis server of this root; it is started again when it is needed."""
+def stop_server(as_json: Json = False, root: Root = None, redis_url: RedisUrl = None, debug: Debug = False) -> None:
+    """End the local Redis server of this root; it is started again when it is needed.
+
+    Example: producer stop-server
+    """
     with _errors(debug):
-        settings = read(ProducerSettings, {"root": root, "redis_url": redis_url})
-        display.answer("server stopped" if server.stop(settings) else "no server was running")
+        stopped = server.stop(read(ProducerSettings, {"root": root, "redis_url": redis_url}))
+        if as_json:
+            display.answer(json.dumps({"stopped": stopped}))
+        else:
+            display.answer("server stopped" if stopped else "no server was running")
 
 
 class Stop:
@@ -381,6 +506,7 @@ class Session:
         except BadPrompt as error:
             raise UsageError(str(error)) from None
         settings = settings.model_copy(update={"params": params})
+        formats.require(settings.output_format)
         settings.folders.create()
         logs.set_up(settings.folders.logs, "producer", settings.log_level, settings.log_max_mb, quiet)
         return Session(settings, Ledger(server.open_redis(settings)))
@@ -421,30 +547,91 @@ def _check_inputs(files: list[Path], name: str | None, priority: str | None) -> 
             raise UsageError(f"{file}: its name is not UTF-8; rename it")
 
 
-def _submit_file(file: Path, name: str | None, session: Session, stop: Stop) -> BatchSpec | None:
+@dataclass(frozen=True)
+class Submitted:
+    """What became of a file: its batch, whether it was read to its end, whether it is a new batch, and how many rows of
+    one that was there already run again."""
+
+    spec: BatchSpec
+    file: Path
+    complete: bool
+    new: bool = True
+    queued_again: int = 0
+
+
+def _submit_file(file: Path, name: str | None, force: bool, session: Session, stop: Stop, quiet: bool) -> Submitted:
     claims = Claims(session.settings, session.ledger)
-    spec = _claim(file, name, session, claims)
-    display.answer(spec.batch)
+    spec, new = _claim(file, name, force, session, claims)
+    if not quiet:
+        display.answer(spec.batch)
+    again = 0 if new else _resume(spec, file, session)
+    return Submitted(spec, file, _submit_claimed(spec, file, session, stop), new, again)
+
+
+def _finish_submitting(taken: list[Submitted], wait_: bool, as_json: bool, session: Session, stop: Stop) -> None:
+    """Wait where that was asked for, and answer."""
+    session.tell_if_no_worker()
+    failures = _wait_for([one.spec for one in taken if one.complete], session, stop) if wait_ else 0
+    if as_json:
+        found = [report.find(one.spec.batch, session.ledger) for one in taken]
+        stand = report.batch_reports(found, session.ledger, session.folders)
+        told = [
+            {
+                "file": str(one.file),
+                "batch": one.spec.batch,
+                "new": one.new,
+                "queued_again": one.queued_again,
+                "status": status.model_dump(mode="json"),
+            }
+            for one, status in zip(taken, stand, strict=True)
+        ]
+        display.answer(json.dumps({"batches": told}, indent=2))
+    if stop():
+        raise typer.Exit(INTERRUPTED)
+    if failures:
+        raise typer.Exit(1)
+
+
+def _resume(spec: BatchSpec, file: Path, session: Session) -> int:
+    """The same was submitted before: run again what has no output, and say so; returns how many rows."""
+    found = report.find(spec.batch, session.ledger)
+    resumed = resume(found, file, session.settings.max_line_mb << 20, session.ledger, session.folders)
+    counts = found.counts
+    total = "?" if counts.total is None else counts.total
+    told = f"{file} was submitted before as {spec.batch}: {counts.done} of {total} rows are done"
+    queued = f", {resumed.queued} that had failed or were cancelled are queued again" if resumed.queued else ""
+    left = f", {resumed.left} wait or run" if resumed.left else ""
+    stuck = counts.failed + counts.cancelled - resumed.queued
+    lost = f", {stuck} cannot run again (`producer failed {spec.batch}` says why)" if stuck > 0 else ""
+    display.say(f"{told}{queued}{left}{lost}; --force makes a new batch")
+    return resumed.queued
+
+
+def _submit_claimed(spec: BatchSpec, file: Path, session: Session, stop: Stop) -> bool:
+    """Submit a batch to its end; False when it was stopped before."""
+    found = session.ledger.get(spec.batch)
+    if found is not None and found.state is not BatchState.SUBMITTING:
+        return True
     if spec.hours and (opens := closed_until(session.ledger.redis, [spec.hours])[0]):
         display.say(f"{spec.batch} waits until {display.moment(opens)}")
-    size = claims.source(spec).stat().st_size
+    size = claimed.source(spec, session.folders).stat().st_size
     with display.reading_bar() as bar:
         meter = _Meter(bar, file.name, size, session)
         complete = submit(spec, session.ledger, session.settings, meter.show, stop)
     if not complete:
         display.say(f"stopped at row {session.ledger.cursor(spec.batch).index}: `producer watch` goes on from there")
-        return None
-    return spec
+    return complete
 
 
-def _claim(file: Path, name: str | None, session: Session, claims: Claims) -> BatchSpec:
+def _claim(file: Path, name: str | None, force: bool, session: Session, claims: Claims) -> tuple[BatchSpec, bool]:
+    """The batch of a file, and whether it is a new one."""
     if file.is_symlink() or file.parent.resolve() != session.folders.inputs.resolve():
-        return claims.snapshot(file, name)
+        return (claims.snapshot(file, name), True) if force else claims.snapshot_once(file, name)
     # Left in the inbox it would be submitted a second time by whoever watches it.
     spec = claims.take(file, Look.at(file), name)
     if spec is None:
         raise DllmError(f"{file} was taken by a running `producer watch`")
-    return spec
+    return spec, True
 
 
 class _Meter:
@@ -470,31 +657,32 @@ class _Meter:
         )
 
 
-def _wait_for(specs: list[BatchSpec], session: Session, stop: Stop) -> None:
-    """Follow batches until they are published. Exits 1 if any row failed or was cancelled."""
+def _wait_for(specs: list[BatchSpec], session: Session, stop: Stop) -> int:
+    """Follow batches until they are published; returns how many rows have no output."""
     failures = 0
     with display.waiting_bar() as bar:
         for spec in specs:
             failures += _follow(spec, session, stop, bar)
     for spec in specs:
         if stop():
-            display.say(f"{spec.batch} goes on without you: `producer status {spec.batch}` shows how it stands")
+            look = f"`producer status {spec.batch} --watch` shows how it stands"
+            display.say(f"{spec.batch} goes on without you: {look}, `producer results {spec.batch}` what is done")
         else:
             _summary(spec, session)
-    if failures and not stop():
-        raise typer.Exit(1)
+    return failures
 
 
 def _follow(spec: BatchSpec, session: Session, stop: Stop, bar: Bar) -> int:
     """Wait until the batch is published or `stop`; returns how many rows have no output."""
-    task = bar.add_task(display.short(spec.source, 32), total=None, failed=0)
+    task = bar.add_task(display.short(spec.source, 32), total=None, told="")
     complete_since: float | None = None
     outages = 0
     while not stop():
         try:
             batch = report.find(spec.batch, session.ledger)
             counts = batch.counts
-            bar.update(task, completed=counts.ended, total=counts.total, failed=counts.failed)
+            told = display.progress(report.batch_reports([batch], session.ledger, session.folders)[0])
+            bar.update(task, completed=counts.ended, total=counts.total, told=told)
             if batch.state is BatchState.DONE:
                 return counts.failed + counts.cancelled
             complete_since = (complete_since or time.monotonic()) if counts.complete else None
@@ -512,9 +700,32 @@ def _summary(spec: BatchSpec, session: Session) -> None:
     batch = report.find(spec.batch, session.ledger)
     files = ", ".join(_near(file) for file in report.published(batch, session.folders))
     cancelled = f", {batch.counts.cancelled} cancelled" if batch.counts.cancelled else ""
-    display.say(f"{spec.batch}: {batch.counts.done} done, {batch.counts.failed} failed{cancelled}: {files}")
+    told = report.batch_reports([batch], session.ledger, session.folders)[0]
+    speed = f", {told.tokens_per_s:.1f} tokens/s in {display.duration(told.elapsed_s)}"
+    display.say(f"{spec.batch}: {batch.counts.done} done, {batch.counts.failed} failed{cancelled}{speed}: {files}")
     if batch.counts.failed:
         display.say(f"`producer failed {spec.batch}` says why")
+
+
+def _answer_results(
+    found: Batch, marks: dict[Mark, bytes], rows: Iterator[bytes], output_file: Path | None, session: Session
+) -> None:
+    """One JSON document, written as its rows come; without them where they go to a file."""
+    counts, files = found.counts, [str(file) for file in report.published(found, session.folders)]
+    head = {"batch": found.spec.batch, "state": found.state, "files": files, **counts.model_dump()}
+    left = counts.submitted - sum(byte.bit_count() for bits in marks.values() for byte in bits)
+    display.answer(json.dumps(head)[:-1] + f', "missing": {{"rows": {left}, "ranges": [')
+    for number, ends in enumerate(report.missing(found, marks)):
+        display.answer((", " if number else "") + json.dumps(ends))
+    display.answer("]}")
+    if output_file is not None:
+        _write_rows(rows, output_file)
+    else:
+        display.answer(', "rows": [')
+        for number, row in enumerate(rows):
+            display.answer((", " if number else "") + row.decode("utf-8", "replace").rstrip("\n"))
+        display.answer("]")
+    display.answer("}")
 
 
 def _answer_failures(batch: str | None, rows: Iterator[tuple[str, ErrorRow]]) -> None:

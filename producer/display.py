@@ -12,17 +12,19 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 
 from contract.jobs import REMEDIES, ErrorCode, ErrorRow
+from contract.ledger import Batch
 from producer.doctor import Diagnosis
-from producer.report import BatchReport, SystemReport
+from producer.report import BatchReport, SystemReport, WorkerReport
 
 LONGEST_CELL = 60
 PAGE = 1_000
 """Rows of a table that may be long; what is longer is several tables."""
+RANGES_SHOWN = 10
 SOON_S = 20 * 3600.0
 """A clock time this near is told without its date."""
 
@@ -82,11 +84,34 @@ def moment(at: float) -> str:
     return time.strftime("%H:%M" if abs(at - time.time()) < SOON_S else "%Y-%m-%d %H:%M", time.localtime(at))
 
 
+def clear() -> None:
+    """An empty screen, or an empty line where the output is no terminal."""
+    answer("\x1b[H\x1b[2J" if sys.stdout.isatty() else "")
+
+
+def standing(report: SystemReport | BatchReport) -> None:
+    """Everything, or one batch."""
+    if isinstance(report, SystemReport):
+        system(report)
+    else:
+        batch(report)
+
+
+def progress(report: BatchReport) -> str:
+    """What stands beside the bar of a batch that runs."""
+    cancelled = f", {report.cancelled} cancelled" if report.cancelled else ""
+    left = f", {duration(report.eta_s)} left" if report.eta_s is not None else ""
+    return f"{report.done} done, {report.failed} failed{cancelled}, {report.tokens_per_s:.1f} tokens/s{left}"
+
+
 def system(report: SystemReport) -> None:
     """Batches, queues and workers at a glance."""
     if report.batches:
         table(
-            ("BATCH", "STATE", "DONE", "FAILED", "CANCELLED", "TOTAL", "ROWS/S", "LEFT", "MODEL", "FILE"),
+            (
+                *("BATCH", "STATE", "DONE", "FAILED", "CANCELLED", "TOTAL"),
+                *("ROWS/S", "TOKENS/S", "LEFT", "AGE", "MODEL", "FILE"),
+            ),
             [_batch_row(batch) for batch in report.batches],
         )
     else:
@@ -98,11 +123,21 @@ def system(report: SystemReport) -> None:
         answer("no workers: start one with `worker run`")
         return
     table(
-        ("WORKER", "STATE", "HEARTBEAT", "QUEUES"),
-        [
-            (safe(worker.name), worker.state, f"{duration(worker.heartbeat_age_s)} ago", " ".join(worker.queues))
-            for worker in report.workers
-        ],
+        ("WORKER", "STATE", "DEVICE", "MODEL", "ROWS", "TOKENS/S", "MEMORY", "HEARTBEAT"),
+        [_worker_row(worker) for worker in report.workers],
+    )
+
+
+def _worker_row(worker: WorkerReport) -> tuple[object, ...]:
+    return (
+        safe(worker.name),
+        worker.state,
+        safe(worker.device or "-"),
+        short(worker.model or "-", 24),
+        "-" if worker.rows is None else worker.rows,
+        "-" if worker.tokens_per_s is None else f"{worker.tokens_per_s:.1f}",
+        "-" if worker.peak_memory_mb is None else f"{worker.peak_memory_mb} MB",
+        f"{duration(worker.heartbeat_age_s)} ago",
     )
 
 
@@ -116,7 +151,9 @@ def _batch_row(batch: BatchReport) -> tuple[object, ...]:
         batch.cancelled,
         f"{total}+" if batch.total is None else total,
         f"{batch.rate:.2f}",
+        f"{batch.tokens_per_s:.1f}",
         "-" if batch.finished_at else duration(batch.eta_s),
+        duration(max(0.0, time.time() - batch.created_at)),
         short(batch.model, 24),
         short(batch.source, 32),
     )
@@ -142,11 +179,32 @@ def batch(report: BatchReport) -> None:
         ("failed", report.failed),
         ("cancelled", f"{report.cancelled}{' (the file was not read to its end)' if report.unread else ''}"),
         ("rows/s", f"{report.rate:.2f}"),
+        ("tokens/s", f"{report.tokens_per_s:.1f}"),
         ("elapsed", duration(report.elapsed_s)),
         ("left", "-" if report.finished_at else duration(report.eta_s)),
         *(("output", safe(file)) for file in report.files),
     ]
     answer("\n".join(f"{name:<10} {value}" for name, value in facts))
+
+
+def missing(batch: Batch, ranges: Iterable[tuple[int, int]]) -> None:
+    """What a batch that runs has no output for, on stderr: rows by index, from 0."""
+    counts = batch.counts
+    named: list[str] = []
+    rows = more = 0
+    for first, last in ranges:
+        rows += last - first + 1
+        if len(named) < RANGES_SHOWN:
+            named.append(str(first) if first == last else f"{first}-{last}")
+        else:
+            more += 1
+    others = f" and {more} more ranges" if more else ""
+    ended = "".join(
+        f", {count} {how}" for count, how in ((counts.failed, "failed"), (counts.cancelled, "cancelled")) if count
+    )
+    reading = "; the file is still being read" if counts.total is None else ""
+    which = f" ({', '.join(named)}{others})" if named else ""
+    say(f"missing: {rows} that wait or run{which}{ended}{reading}")
 
 
 def failures(rows: Iterable[tuple[str, ErrorRow]]) -> int:
@@ -195,8 +253,8 @@ def reading_bar() -> Progress:
 
 
 def waiting_bar() -> Progress:
-    """Progress of batches: rows done and failed."""
-    return _bar(BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[failed]} failed"), TimeRemainingColumn())
+    """Progress of batches: how many rows have ended, and beside them what `progress` says."""
+    return _bar(BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[told]}"))
 
 
 def _bar(*columns: Any) -> Progress:

@@ -6,17 +6,18 @@ Reads the ledger, the queues and the output folders, changes nothing and prints 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from contract import logs, queues, sealing, turns
+from contract import claimed, logs, queues, sealing, turns
 from contract.errors import UsageError, nearest
+from contract.formats import OUTPUT_ENDS
 from contract.hours import closed_until
 from contract.jobs import ErrorCode, ErrorRow, Priority
 from contract.ledger import Batch, BatchState, Ledger, Mark
-from contract.merging import Merge, set_bits, without_index
+from contract.merging import NOWHERE, Merge, clear_bits, set_bits, union, without_index
 from contract.paths import Folders
 
 KNOWN = 1_000
@@ -24,9 +25,11 @@ KNOWN = 1_000
 
 
 class BatchReport(BaseModel):
-    """One batch, for people and scripts. Times in seconds, `rate` in done rows a second since the batch began.
+    """One batch, for people and scripts. Times in seconds.
 
-    `waits_until` is set while rows wait for the batch's hours: when they may run next.
+    `elapsed_s` is the time since it was submitted, or until it was published; `rate` and `tokens_per_s` count done rows
+    and their tokens since the first row was started; `waits_until` is set while rows wait for the batch's hours: when
+    they may run next.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -43,12 +46,15 @@ class BatchReport(BaseModel):
     done: int
     failed: int
     cancelled: int
+    output_tokens: int
     created_at: float
+    started_at: float | None
     finished_at: float | None
     cancelled_at: float | None
     unread: bool
     elapsed_s: float
     rate: float
+    tokens_per_s: float
     eta_s: float | None
     files: list[str]
 
@@ -64,7 +70,10 @@ class QueueReport(BaseModel):
 
 
 class WorkerReport(BaseModel):
-    """A living worker; `heartbeat_age_s` is how long ago it gave a sign."""
+    """A living worker; `heartbeat_age_s` is how long ago it gave a sign, the rest is how it stood then.
+
+    `rows` are in its engine; `tokens_per_s` are those of answers, over the last minute. None where it does not tell.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -72,6 +81,11 @@ class WorkerReport(BaseModel):
     state: str
     queues: list[str]
     heartbeat_age_s: float | None
+    model: str | None = None
+    device: str | None = None
+    rows: int | None = None
+    tokens_per_s: float | None = None
+    peak_memory_mb: int | None = None
 
 
 class SystemReport(BaseModel):
@@ -135,8 +149,11 @@ def _waits_until(batches: Sequence[Batch], ledger: Ledger) -> dict[str, float]:
 
 def _report(batch: Batch, waits_until: float | None, folders: Folders) -> BatchReport:
     spec, counts = batch.spec, batch.counts
-    elapsed = max((batch.finished_at or time.time()) - spec.created_at, 1e-3)
-    rate = counts.done / elapsed
+    now = time.time()
+    elapsed = max((batch.finished_at or now) - spec.created_at, 1e-3)
+    until = batch.ended_at if counts.complete and batch.ended_at else now
+    running = max(until - (batch.started_at or spec.created_at), 1e-3)
+    rate = counts.done / running
     left = None if counts.total is None else counts.total - counts.ended
     return BatchReport(
         batch=spec.batch,
@@ -151,12 +168,15 @@ def _report(batch: Batch, waits_until: float | None, folders: Folders) -> BatchR
         done=counts.done,
         failed=counts.failed,
         cancelled=counts.cancelled,
+        output_tokens=batch.output_tokens,
         created_at=spec.created_at,
+        started_at=batch.started_at,
         finished_at=batch.finished_at,
         cancelled_at=batch.cancelled_at,
         unread=batch.unread,
         elapsed_s=round(elapsed, 3),
         rate=round(rate, 3),
+        tokens_per_s=round(batch.output_tokens / running, 2),
         eta_s=round(left / rate, 1) if left is not None and rate > 0 else None,
         files=[str(path) for path in published(batch, folders)],
     )
@@ -182,29 +202,52 @@ def dead_letters(
             logs.get(batch=found.spec.batch).warning("failed rows cannot be read", reason=str(error))
 
 
+def source(batch: Batch, folders: Folders) -> Path:
+    """Where the batch's source lies. Raises UsageError when it is not there any more."""
+    places = [claimed.source(batch.spec, folders), folders.processed / (batch.processed or batch.spec.source)]
+    for file in places:
+        if file.is_file():
+            return file
+    raise UsageError(f"{places[1]} is not there any more: put it back, or submit the file anew")
+
+
 def published(batch: Batch, folders: Folders) -> list[Path]:
     """The batch's published files, its outputs first; none before it is done."""
     if batch.state is not BatchState.DONE:
         return []
-    names = [f"{batch.spec.output}{end}" for end in (".jsonl", ".txt", ".errors.jsonl")]
-    return [folders.outputs / name for name in names if (folders.outputs / name).exists()]
+    files = [folders.outputs / f"{batch.spec.output}{end}" for end in OUTPUT_ENDS]
+    return [file for file in files if file.exists()]
 
 
-def outputs(batch: Batch, ledger: Ledger, folders: Folders) -> Iterator[bytes]:
-    """The output rows as lines in input order: the published ones, or what is done so far."""
+def missing(batch: Batch, marks: Mapping[Mark, bytes]) -> Iterator[tuple[int, int]]:
+    """The rows that were submitted and have not ended, as ranges: the first and the last index of each."""
+    first = last = NOWHERE
+    for index in clear_bits(union(marks.values()), batch.counts.submitted):
+        if last != NOWHERE and index > last + 1:
+            yield first, last
+        first = index if last == NOWHERE or index > last + 1 else first
+        last = index
+    if last != NOWHERE:
+        yield first, last
+
+
+def outputs(batch: Batch, done: bytes, folders: Folders) -> Iterator[bytes]:
+    """The output rows as lines in input order: the published ones, or those of the rows marked in `done`."""
     if batch.state is not BatchState.DONE:
-        yield from _outputs_so_far(batch, ledger, folders)
-        return
+        return _outputs_so_far(batch, done, folders)
     file = folders.outputs / f"{batch.spec.output}.jsonl"
     if not file.exists():
         raise UsageError(f"{file} is not there any more: it was moved or deleted after the batch was published")
+    return _lines(file)
+
+
+def _lines(file: Path) -> Iterator[bytes]:
     with file.open("rb") as stream:
         yield from stream
 
 
-def _outputs_so_far(batch: Batch, ledger: Ledger, folders: Folders) -> Iterator[bytes]:
+def _outputs_so_far(batch: Batch, done: bytes, folders: Folders) -> Iterator[bytes]:
     """Rows marked done, from the segments. The batch may be published at any moment, which the segments outlive."""
-    done = ledger.bitmap(batch.spec.batch, Mark.DONE)
     with Merge(folders.segments / batch.spec.batch, len(done) * 8, {Mark.DONE: done}) as merge:
         for index in set_bits(done):
             row = merge.line(index)
@@ -214,4 +257,6 @@ def _outputs_so_far(batch: Batch, ledger: Ledger, folders: Folders) -> Iterator[
 
 def _worker(info: queues.WorkerInfo) -> WorkerReport:
     age = None if info.last_heartbeat is None else round(max(0.0, time.time() - info.last_heartbeat), 1)
-    return WorkerReport(name=info.name, state=info.state, queues=list(info.queues), heartbeat_age_s=age)
+    known = {name: value for name, value in info.vitals.items() if name in WorkerReport.model_fields}
+    base = {"name": info.name, "state": info.state, "queues": list(info.queues), "heartbeat_age_s": age}
+    return WorkerReport.model_validate({**known, **base})

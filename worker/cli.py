@@ -111,6 +111,7 @@ def _denoise(
     from worker.model import open_model
     from worker.outputs import Outputs
     from worker.supervisor import report
+    from worker.throughput import TokenRate
     from worker.watchdog import Watchdog
 
     log = logs.get(worker=worker_name(config))
@@ -120,8 +121,11 @@ def _denoise(
     opened = open_model(config)
     log.info("model_loaded", seconds=round(time.perf_counter() - started, 2), **opened.describe())
 
-    def vitals() -> dict[str, int]:
-        return {"step": progress.steps, "rows": progress.rows, "peak_memory_mb": opened.peak_memory_mb()}
+    rate = TokenRate()
+
+    def vitals() -> dict[str, str | int | float]:
+        standing = {"step": progress.steps, "rows": progress.rows, "peak_memory_mb": opened.peak_memory_mb()}
+        return {**opened.place(), **standing, "tokens_per_s": rate.of(progress.tokens, time.monotonic())}
 
     with (
         Intake(redis, ledger, config, vitals, restarts.predecessor) as intake,

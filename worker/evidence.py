@@ -3,7 +3,8 @@
 Nothing depends on it: where the server cannot be asked, or nothing was noted, the row says less.
 
     dllm:lives:{worker}     hash: when a process of that name began -> JSON: step, rows and peak memory at its last
-                            heartbeat, and how it ended where that is known. A process that left in order has none.
+                            heartbeat, what `producer status` shows of a worker (model, device, tokens per second),
+                            and how it ended where that is known. A process that left in order has none.
     dllm:crashes:{batch}    hash: {index}:{n} -> worker and time of the start that was cut short by the n-th crash
 
 Both expire a day after the last write. Times are texts of one format by the worker's own clock, so those of one worker
@@ -21,12 +22,14 @@ from redis import Redis
 from redis.client import Pipeline
 from redis.exceptions import RedisError
 
+from contract.queues import lives
+
 KEPT_S = 86_400
 LIVES = 16
 """So many lives of one name are kept."""
 
-Vitals = Callable[[], Mapping[str, int]]
-"""step, rows and peak_memory_mb at this moment."""
+Vitals = Callable[[], Mapping[str, str | int | float]]
+"""step, rows and peak_memory_mb at this moment, and what else is shown of a worker."""
 
 
 class Evidence:
@@ -35,7 +38,7 @@ class Evidence:
     def __init__(self, redis: Redis, worker: str, began: str, vitals: Vitals, most: int) -> None:
         self._redis = redis
         self._began = began
-        self._lives = _lives(worker)
+        self._lives = lives(worker)
         self._vitals = vitals
         self._last: dict[str, Any] = {}
         self._most = most
@@ -47,10 +50,10 @@ class Evidence:
 
         What that one said itself stays.
         """
-        lives = self._known(self._lives)
-        if predecessor and lives:
-            self._record(self._redis, max(lives), {"how": predecessor, **lives[max(lives)]})
-        if old := sorted(lives)[:-LIVES]:
+        known = self._known(self._lives)
+        if predecessor and known:
+            self._record(self._redis, max(known), {"how": predecessor, **known[max(known)]})
+        if old := sorted(known)[:-LIVES]:
             self._redis.hdel(self._lives, *old)
 
     def beat(self, pipe: Pipeline) -> None:
@@ -94,9 +97,9 @@ class Evidence:
         return [f"{index}:{crash}" for crash in range(1, self._most + 1)]
 
     def _told(self, worker: str, started_at: str) -> str:
-        lives = self._known(_lives(worker))
-        began = max((began for began in lives if began <= started_at), default=None)
-        return f"{worker} ({'; '.join(_facts(lives[began] if began else {}))})"
+        known = self._known(lives(worker))
+        began = max((began for began in known if began <= started_at), default=None)
+        return f"{worker} ({'; '.join(_facts(known[began] if began else {}))})"
 
     def _known(self, key: str) -> dict[str, dict[str, Any]]:
         found = cast("dict[bytes, bytes]", self._redis.hgetall(key))
@@ -107,10 +110,6 @@ def _facts(life: Mapping[str, Any]) -> Iterator[str]:
     yield str(life.get("how", "gone without a word"))
     if "step" in life:
         yield f"when last seen step {life['step']}, {life['rows']} rows, peak memory {life['peak_memory_mb']} MB"
-
-
-def _lives(worker: str) -> str:
-    return f"dllm:lives:{worker}"
 
 
 def _crashes(batch: str) -> str:

@@ -35,9 +35,9 @@ import socket
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, cast
 from uuid import uuid4
 
@@ -415,14 +415,16 @@ class Intake:
 
     # Ending
 
-    def finish(self, taken: Sequence[Taken]) -> int:
+    def finish(self, taken: Sequence[Taken], tokens: Mapping[str, int] = MappingProxyType({})) -> int:
         """Their outputs are on the disk: mark the rows done and delete their jobs, in one transaction.
 
-        Returns how many were still ours; the others are somebody else's by now and are dropped.
+        `tokens` is how many the outputs have, by job id. Returns how many were still ours; the others are somebody
+        else's by now and are dropped.
         """
 
         def commands(pipe: Pipeline, row: Held) -> None:
-            self._ledger.mark(pipe, row.batch, row.index, Mark.DONE, (row.lease.lane.started, row.lease.member))
+            fence = (row.lease.lane.started, row.lease.member)
+            self._ledger.mark(pipe, row.batch, row.index, Mark.DONE, fence, tokens.get(row.lease.job_id, 0))
             self._forget_crashes(pipe, row)
             self._release(pipe, row, self._finish_script)
 

@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -132,7 +132,9 @@ class Loop:
             return
         settled, self.unwritten = self.unwritten, []
         answered = [ended.taken for ended in settled if isinstance(ended.taken, Taken) and not ended.error]
-        self.progress.finished += self.intake.finish(answered)
+        tokens = dict(_tokens(settled))
+        self.progress.finished += self.intake.finish(answered, tokens)
+        self.progress.tokens += sum(tokens.values())
         for ended in settled:
             if ended.error:
                 self.intake.fail(ended.taken, ended.error)
@@ -285,3 +287,10 @@ class Loop:
             self._micro_batch = None
         record = micro_batch.record(self.model.engine.stats)
         self.log.info("batch_throughput", **record, peak_memory_mb=self.model.peak_memory_mb(), **self.model.place())
+
+
+def _tokens(settled: Sequence[Ended]) -> Iterator[tuple[str, int]]:
+    """The job ids of answered prompts, and how many tokens their answers have."""
+    for ended in settled:
+        if isinstance(ended.row, Completion) and isinstance(ended.taken, Taken):
+            yield ended.taken.job.job_id, ended.row.usage.completion_tokens

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 
 @dataclass
 class Progress:
-    """Steps begun with rows in the engine, how many rows the last one had, whether it runs still; rows finished."""
+    """Steps begun with rows in the engine, how many rows the last one had, whether it runs still; rows finished, and
+    their tokens."""
 
     steps: int = 0
     rows: int = 0
     stepping: bool = False
     finished: int = 0
+    tokens: int = 0
 
     @contextmanager
     def step(self, rows: int) -> Iterator[None]:

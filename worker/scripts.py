@@ -69,6 +69,8 @@ for q = 1, #KEYS, 6 do
       local counted = string.format(ARGV[13], batch)
       starts = tonumber(redis.call('HGET', counted, index) or 0) + 1
       if starts <= tonumber(ARGV[6]) then redis.call('HINCRBY', counted, index, 1) end
+      local known = string.format(ARGV[14], batch)
+      if redis.call('HEXISTS', known, 'spec') == 1 then redis.call('HSETNX', known, 'started_at', now) end
     end
     taken[#taken + 1] = {(q + 5) / 6, id, execution, hash, ended, starts}
     redis.call('LREM', intermediate, -1, id)

@@ -4,6 +4,7 @@ them have ended. Rows of several micro-batches run side by side, because rows en
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,3 +70,19 @@ class MicroBatch:
             "padding_share": round(1 - cells / padded, 4) if padded else 0.0,
             "queue_wait_s": round(self.queued_s / self.admitted, 3),
         }
+
+
+class TokenRate:
+    """Tokens per second over the last `span_s` seconds, from a running total that is looked at now and then."""
+
+    def __init__(self, span_s: float = 60.0) -> None:
+        self._span_s = span_s
+        self._seen: deque[tuple[float, int]] = deque()
+
+    def of(self, tokens: int, now: float) -> float:
+        """The rate, `tokens` being the total at the moment `now`; 0.0 at the first look."""
+        self._seen.append((now, tokens))
+        while len(self._seen) > 2 and now - self._seen[1][0] >= self._span_s:
+            self._seen.popleft()
+        since, before = self._seen[0]
+        return round((tokens - before) / (now - since), 2) if now > since else 0.0

@@ -238,6 +238,8 @@ STEPS: list[tuple[Any, str, int]] = [
     (paths, "publish", 0),
     (paths, "publish", 1),
     (paths, "publish", 2),
+    (paths, "publish", 3),
+    (paths, "publish", 4),
     (sealing, "_put_source_away", 0),
     (paths.os, "link", 0),
     (paths, "move", 0),
@@ -259,7 +261,7 @@ def test_a_crash_at_any_step_leads_to_the_same_end(
     call: int,
     after: bool,
 ) -> None:
-    batch = mixed(kind="txt", source="b.txt")
+    batch = mixed(kind="txt", source="b.txt", output_format="csv")
     step, calls = getattr(owner, name), iter(range(100))
 
     def crashing(*args: Any, **values: Any) -> Any:
@@ -282,6 +284,8 @@ def test_a_crash_at_any_step_leads_to_the_same_end(
         "batch_outputs/b.jsonl",
         "batch_outputs/b.errors.jsonl",
         "batch_outputs/b.txt",
+        "batch_outputs/b.csv",
+        "batch_outputs/b.summary.json",
         "batch_processed/b.txt",
     }
     assert outputs(folders) == ["output 0", "output 2", "output 4"]
@@ -297,8 +301,9 @@ def test_the_outputs_appear_last(
     order: list[str] = []
     publish = paths.publish
     monkeypatch.setattr(paths, "publish", lambda part, target: (order.append(target.name), publish(part, target)))
-    sealing.seal(mixed(kind="txt", source="b.txt"), ledger, folders)
-    assert order == ["b.errors.jsonl", "b.txt", "b.jsonl"]
+    sealing.seal(mixed(kind="txt", source="b.txt", output_format="openai"), ledger, folders)
+    forms = ["b.openai.errors.jsonl", "b.openai.jsonl"]
+    assert order == ["b.errors.jsonl", "b.txt", *forms, "b.summary.json", "b.jsonl"]
 
 
 def test_of_many_sealers_at_once_one_publishes(
@@ -307,7 +312,7 @@ def test_of_many_sealers_at_once_one_publishes(
     batch = mixed()
     together, results, count = threading.Barrier(4), [], []
     close = Ledger.close
-    monkeypatch.setattr(Ledger, "close", lambda self, batch: (count.append(batch), close(self, batch)))
+    monkeypatch.setattr(Ledger, "close", lambda self, batch, *rest: (count.append(batch), close(self, batch, *rest)))
 
     def seal() -> None:
         together.wait()
@@ -437,6 +442,8 @@ def test_a_retry_queues_failed_rows_again_and_the_next_seal_replaces_their_error
     intake.finish([first])
     intake.fail(second, PromptFailure(ErrorCode.MODEL_ERROR, "it failed"))
     assert sealing.seal(failed_batch, ledger, folders)
+    told = json.loads((folders.outputs / "b.summary.json").read_text())
+    assert (told["rows"]["done"], told["errors"]) == (3, {"bad_json": 1, "model_error": 1})
     assert outputs(folders) == ["output 0", "at last", "output 2"]
     errors = lines(folders.outputs / "b.errors.jsonl")
     assert [(row["id"], row["error"]["message"]) for row in errors] == [("id-3", "still not"), ("id-4", "it failed")]

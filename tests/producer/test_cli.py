@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
+import select
 import signal
+import struct
 import subprocess
+import termios
 import threading
 from collections.abc import Callable
 from datetime import datetime
@@ -29,6 +34,20 @@ from tests.conftest import completion_row, failure_row, waiting_ids
 from tests.producer.conftest import PRODUCER
 from worker.intake import Intake
 
+COMMANDS = [
+    "watch",
+    "submit",
+    "status",
+    "results",
+    "failed",
+    "retry",
+    "rerun",
+    "cancel",
+    "doctor",
+    "init",
+    "stop-server",
+]
+CONFIGS = Path(__file__).parents[2] / "configs"
 Run = Callable[..., Result]
 Finish = Callable[..., None]
 
@@ -351,6 +370,88 @@ def test_status_as_json_is_one_document(run: Run, file: Path) -> None:
     assert json.loads(run("status", batch, "--json").stdout)["batch"] == batch
 
 
+def test_status_shows_speed_and_how_workers_stand(
+    run: Run, file: Path, ledger: Ledger, redis: Redis, worker_settings: Callable[..., WorkerSettings]
+) -> None:
+    batch = submitted(run, file)
+    vitals = {"step": 9, "rows": 2, "peak_memory_mb": 512, "model": "demo", "device": "cuda:0", "tokens_per_s": 12.5}
+    intake = Intake(redis, ledger, worker_settings(name="w1"), lambda: vitals)
+    rows = intake.take(2)
+    intake._beat()
+    intake.finish(rows[:1], {rows[0].job.job_id: 40})
+    shown = run("status").stdout
+    line = next(line for line in shown.splitlines() if line.startswith("w1 "))
+    assert line.split()[1:8] == ["busy", "cuda:0", "demo", "2", "12.5", "512", "MB"]
+    head = next(line for line in shown.splitlines() if line.startswith("BATCH"))
+    assert {"TOKENS/S", "LEFT", "AGE"} <= set(head.split())
+    told = json.loads(run("status", "--json").stdout)
+    (worker,) = told["workers"]
+    assert (worker["device"], worker["rows"], worker["tokens_per_s"]) == ("cuda:0", 2, 12.5)
+    (standing,) = told["batches"]
+    assert (standing["batch"], standing["output_tokens"]) == (batch, 40)
+    assert standing["tokens_per_s"] > 0
+    assert standing["eta_s"] > 0
+    assert "tokens/s   " in run("status", batch).stdout
+    intake._worker.register_death()
+
+
+def test_status_watch_draws_anew_until_the_batch_is_published(
+    run: Run, file: Path, folders: Folders, redis_url: str, finish: Finish
+) -> None:
+    batch = submitted(run, file)
+    command = [*PRODUCER, "status", batch, "--watch", "--root", str(folders.root), "--redis-url", redis_url]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("batch ")
+        finish(batch, (0, 1, 3))
+        told, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (0, "")
+    assert "state      done" in told
+
+
+def test_status_watch_ends_with_an_interrupt(run: Run, file: Path, folders: Folders, redis_url: str) -> None:
+    submitted(run, file)
+    command = [*PRODUCER, "status", "--watch", "--root", str(folders.root), "--redis-url", redis_url]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("BATCH")
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (0, "")
+    assert run("status", "--watch", "--json").exit_code == 2
+
+
+def test_a_wait_on_a_terminal_shows_done_failed_speed_and_time_left(
+    file: Path, folders: Folders, redis: Redis, redis_url: str, ledger: Ledger, wait_until: Callable[..., None]
+) -> None:
+    screen, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 160, 0, 0))
+    command = [*PRODUCER, "submit", "--wait", str(file), "--root", str(folders.root), "--redis-url", redis_url]
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "160"}
+    drawn = bytearray()
+
+    def drawn_until(*words: str) -> None:
+        def shown() -> bool:
+            while select.select([screen], [], [], 0)[0]:
+                drawn.extend(os.read(screen, 1 << 16))
+            return all(word.encode() in drawn for word in words)
+
+        wait_until(shown)
+
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=terminal, env=environment) as process:
+        wait_until(lambda: any(batch.state is BatchState.RUNNING for batch in ledger.newest()))
+        with ledger.redis.pipeline() as pipe:
+            ledger.mark(pipe, ledger.newest()[0].spec.batch, 0, Mark.DONE, tokens=7)
+            pipe.execute()
+        drawn_until("1 done, 1 failed", "tokens/s", "left")
+        process.send_signal(signal.SIGINT)
+        drawn_until("goes on without you", "--watch` shows how it stands")
+        process.communicate(timeout=20)
+    os.close(terminal)
+    os.close(screen)
+    assert process.returncode == 130
+
+
 def test_status_of_a_published_batch_names_its_files(run: Run, file: Path, finish: Finish, folders: Folders) -> None:
     batch = submitted(run, file)
     finish(batch, (0, 1, 3))
@@ -359,7 +460,7 @@ def test_status_of_a_published_batch_names_its_files(run: Run, file: Path, finis
     assert str(folders.outputs / "own.errors.jsonl") in shown
 
 
-@pytest.mark.parametrize("command", ["status", "results", "failed", "retry", "cancel"])
+@pytest.mark.parametrize("command", ["status", "results", "failed", "retry", "rerun", "cancel"])
 def test_an_unknown_batch_is_wrong_usage_and_the_nearest_is_named(run: Run, file: Path, command: str) -> None:
     batch = submitted(run, file)
     for mistyped in (batch[:-1] + "x", "own", "ownn"):
@@ -376,6 +477,7 @@ def test_results_come_in_input_order_while_the_batch_runs_and_after(run: Run, fi
     assert so_far.exit_code == 0
     assert [json.loads(line)["output"] for line in so_far.stdout.splitlines()] == ["output 0", "output 3"]
     assert "2 rows so far, of 4" in so_far.stderr
+    assert "missing: 1 that wait or run (1), 1 failed\n" in so_far.stderr
     finish(batch, (1,))
     done = run("results", batch)
     rows = [json.loads(line) for line in done.stdout.splitlines()]
@@ -392,14 +494,29 @@ def test_results_of_a_batch_published_at_that_moment_are_the_published_ones(
     before = ledger.get(batch)
     assert before is not None
     finish(batch, (3,))
-    rows = [json.loads(row)["output"] for row in report.outputs(before, ledger, folders)]
+    rows = [json.loads(row)["output"] for row in report.outputs(before, ledger.bitmap(batch, Mark.DONE), folders)]
     assert rows == ["output 0", "output 1", "output 3"]
+
+
+def test_results_as_json_say_which_rows_are_missing(run: Run, file: Path, finish: Finish, tmp_path: Path) -> None:
+    (tmp_path / "ten.txt").write_text("".join(f"{number}\n" for number in range(10)))
+    batch = submitted(run, tmp_path / "ten.txt")
+    finish(batch, (0, 4, 5), failed=(5,))
+    so_far = json.loads(run("results", batch, "--json").stdout)
+    assert (so_far["state"], so_far["done"], so_far["failed"], so_far["total"]) == ("running", 2, 1, 10)
+    assert so_far["missing"] == {"rows": 7, "ranges": [[1, 3], [6, 9]]}
+    assert [row["id"] for row in so_far["rows"]] == ["id-0", "id-4"]
+    assert "missing: 7 that wait or run (1-3, 6-9), 1 failed\n" in run("results", batch).stderr
+    finish(batch, (1, 2, 3, 6, 7, 8, 9))
+    done = json.loads(run("results", batch, "--json", "--output-file", tmp_path / "copy.jsonl").stdout)
+    assert (done["state"], done["missing"], "rows" in done) == ("done", {"rows": 0, "ranges": []}, False)
+    assert len((tmp_path / "copy.jsonl").read_text().splitlines()) == 9
 
 
 def test_results_can_be_written_to_a_file(run: Run, file: Path, finish: Finish, tmp_path: Path) -> None:
     batch = submitted(run, file)
     finish(batch, (0, 1, 3))
-    result = run("results", batch, "--output", tmp_path / "copy.jsonl")
+    result = run("results", batch, "--output-file", tmp_path / "copy.jsonl")
     assert result.stdout == ""
     assert len((tmp_path / "copy.jsonl").read_text().splitlines()) == 3
 
@@ -447,7 +564,7 @@ def test_what_a_terminal_would_obey_is_spelled_out(run: Run, tmp_path: Path) -> 
 def test_failed_without_a_batch_lists_those_of_all_the_newest_first_and_no_more_than_asked_for(
     run: Run, file: Path, finish: Finish, ledger: Ledger
 ) -> None:
-    first, second = submitted(run, file), submitted(run, file)
+    first, second = submitted(run, file), submitted(run, file, "--force")
     finish(second, (0, 1, 3), failed=(1,))
     every = json.loads(run("failed", "--json").stdout)["errors"]
     assert [(row["batch"], row["index"]) for row in every] == [(second, 1), (second, 2), (first, 2)]
@@ -466,7 +583,7 @@ def test_failed_without_a_batch_lists_those_of_all_the_newest_first_and_no_more_
 def test_failed_of_all_batches_passes_over_one_whose_files_were_changed(
     run: Run, file: Path, finish: Finish, folders: Folders
 ) -> None:
-    first, second = submitted(run, file), submitted(run, file)
+    first, second = submitted(run, file), submitted(run, file, "--force")
     finish(second, (0, 1, 3))
     (folders.outputs / "own-2.errors.jsonl").write_text("")
     every = json.loads(run("failed", "--json").stdout)["errors"]
@@ -505,7 +622,7 @@ def test_retry_by_code_by_id_and_of_all_batches(
     folders: Folders,
     worker_settings: Callable[..., WorkerSettings],
 ) -> None:
-    first, second = submitted(run, file), submitted(run, file)
+    first, second = submitted(run, file), submitted(run, file, "--force")
     codes = {"a": ErrorCode.MODEL_ERROR, "b": ErrorCode.OUT_OF_MEMORY, "c": ErrorCode.MODEL_ERROR}
     settings = worker_settings(name="w")
     fail_in_worker(ledger, settings, folders, codes)
@@ -539,7 +656,7 @@ def test_retry_of_all_goes_on_past_a_batch_whose_files_were_changed(
     folders: Folders,
     worker_settings: Callable[..., WorkerSettings],
 ) -> None:
-    first, second = submitted(run, file), submitted(run, file)
+    first, second = submitted(run, file), submitted(run, file, "--force")
     fail_in_worker(ledger, worker_settings(name="w"), folders, {"a": ErrorCode.MODEL_ERROR})
     for batch in (first, second):
         sealing.seal(batch, ledger, folders)
@@ -661,6 +778,79 @@ def test_results_into_a_pipe_that_closes_are_no_error(
     assert "Exception" not in told
 
 
+# Again, with other parameters
+
+
+@pytest.mark.parametrize("published", [False, True])
+def test_rerun_makes_a_new_batch_of_the_same_source_with_other_parameters(
+    run: Run, file: Path, finish: Finish, ledger: Ledger, queued: Callable[..., list[PromptJob]], published: bool
+) -> None:
+    file.write_text('{"id": "a", "prompt": "1"}\n')
+    first = submitted(run, file, "--seed", "1", "--max-new-tokens", "9")
+    if published:
+        finish(first, (0,))
+    file.unlink()
+    result = run("rerun", first, "--param", "seed=2", "--param", "temperature=0.5", "--model", "m", "--name", "warm")
+    assert result.exit_code == 0, result.stderr
+    found = ledger.get(result.stdout.strip())
+    assert found is not None
+    assert (found.spec.output, found.spec.model, found.counts.total) == ("warm", "m", 1)
+    (job,) = queued("m")
+    assert (job.params.seed, job.params.temperature, job.params.max_new_tokens) == (2, 0.5, 9)
+    assert (job.id, job.prompt) == ("a", "1")
+    before = ledger.get(first)
+    assert before is not None
+    assert before.counts.done == int(published)
+
+
+def test_rerun_reads_the_batchs_own_source_and_not_another_of_that_name(
+    run: Run, tmp_path: Path, finish: Finish, queued: Callable[..., list[PromptJob]]
+) -> None:
+    batches = []
+    for text in ("first\n", "second\n"):
+        (tmp_path / "own.txt").write_text(text)
+        batches.append(submitted(run, tmp_path / "own.txt"))
+        finish(batches[-1], (0,))
+    document = json.loads(run("rerun", batches[1], "--json").stdout)
+    assert document["batches"][0]["status"]["total"] == 1
+    assert queued()[-1].prompt == "second"
+
+
+@pytest.mark.parametrize(
+    ("param", "says"), [("seed", "--param takes NAME=VALUE"), ("temprature=1", "did you mean 'temperature'?")]
+)
+def test_rerun_with_a_wrong_parameter_is_wrong_usage(run: Run, file: Path, param: str, says: str) -> None:
+    result = run("rerun", submitted(run, file), "--param", param)
+    assert result.exit_code == 2
+    assert says in result.stderr
+
+
+def test_rerun_without_the_source_says_what_to_do(run: Run, file: Path, finish: Finish, folders: Folders) -> None:
+    batch = submitted(run, file)
+    finish(batch, (0, 1, 3))
+    (folders.processed / "own.jsonl").unlink()
+    result = run("rerun", batch)
+    assert result.exit_code == 2
+    assert "own.jsonl is not there any more: put it back, or submit the file anew" in result.stderr
+
+
+# Files of configuration
+
+
+def test_init_writes_files_that_change_nothing_and_leaves_those_that_are_there(run: Run, folders: Folders) -> None:
+    result = run("init")
+    assert result.exit_code == 0
+    for name in ("producer.yaml", "worker.yaml"):
+        assert (folders.configs / name).read_text() == (CONFIGS / name).read_text()
+    assert run("status").exit_code == 0
+    (folders.configs / "worker.yaml").write_text("max_rows: 3\n")
+    again = run("init")
+    assert "is there already: --force writes over it" in again.stdout
+    assert (folders.configs / "worker.yaml").read_text() == "max_rows: 3\n"
+    document = json.loads(run("init", "--force", "--json").stdout)
+    assert [Path(file).name for file in document["written"]] == ["producer.yaml", "worker.yaml"]
+
+
 # The watching, and the server
 
 
@@ -692,5 +882,12 @@ def test_without_an_address_a_local_server_is_started_and_can_be_stopped(
 
 def test_help_names_every_command(run: Run) -> None:
     shown = run("--help").stdout
-    for command in ("watch", "submit", "status", "results", "failed", "retry", "cancel", "doctor", "stop-server"):
+    for command in COMMANDS:
         assert command in shown
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_every_command_has_an_example(run: Run, command: str) -> None:
+    shown = run(command, "--help").stdout
+    assert f"Example: producer {command}" in shown
+    assert ("--json" in shown) == (command != "watch")

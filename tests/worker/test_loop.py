@@ -29,6 +29,8 @@ from worker.intake import Intake
 from worker.loop import Loop
 from worker.model import Model, open_model
 from worker.outputs import Outputs
+from worker.progress import Progress
+from worker.throughput import TokenRate
 
 SHORT = SamplingParams(max_new_tokens=12, seed=1)
 LONG = SamplingParams(max_new_tokens=200)
@@ -157,6 +159,30 @@ def test_every_prompt_ends_in_one_output_row_in_input_order(
     assert [row["prompt"] for row in rows] == prompts
     assert all(row["usage"]["completion_tokens"] <= SHORT.max_new_tokens for row in rows)
     assert not (folders.outputs / "b.errors.jsonl").exists()
+
+
+def test_the_tokens_of_answers_are_counted_in_the_ledger_the_summary_and_the_workers_progress(
+    model: Model, queued: Callable[..., str], work: Callable[..., None], folders: Folders, ledger: Ledger
+) -> None:
+    queued(["one", "two", "x" * 600])
+    progress = Progress()
+    work(model, progress=progress)
+    tokens = sum(row["usage"]["completion_tokens"] for row in published(folders, "b.jsonl"))
+    batch = ledger.get("b")
+    assert batch is not None
+    assert batch.output_tokens == progress.tokens == tokens
+    told = json.loads((folders.outputs / "b.summary.json").read_text())
+    assert (told["tokens"]["completion"], told["errors"]) == (tokens, {"prompt_too_long": 1})
+    assert told["tokens_per_s"] == pytest.approx(tokens / told["time"]["running_s"], rel=0.1)
+
+
+def test_tokens_per_second_are_those_of_the_last_minute() -> None:
+    rate = TokenRate(span_s=60.0)
+    assert rate.of(0, 100.0) == 0.0
+    assert rate.of(500, 110.0) == 50.0
+    assert rate.of(500, 160.0) == pytest.approx(500 / 60, abs=0.01)
+    assert rate.of(600, 180.0) == pytest.approx(100 / 70, abs=0.01)
+    assert rate.of(600, 250.0) == 0.0
 
 
 def test_a_row_is_the_same_alone_and_among_others(
