@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from contract import cancelling, sealing
+from contract import sealing
 from contract.errors import UsageError
 from contract.jobs import PromptJob
 from contract.ledger import Batch, BatchSpec, Cursor, Ledger
@@ -37,7 +37,7 @@ def resume(batch: Batch, file: Path, max_line_bytes: int, ledger: Ledger, folder
     Raises UsageError where that cannot be now: it is being cancelled or published, or its files were changed.
     """
     name = batch.spec.batch
-    if cancelling.unfinished(batch):
+    if batch.being_cancelled:
         raise UsageError(f"batch '{name}' has the same content and is being cancelled: try again, or use --force")
     queued = 0
     if batch.counts.failed:
