@@ -77,6 +77,12 @@ PEACE = 60
 
 ACTS = ["take", "take", "take", "answer", "answer", "settle", "settle", "fail", "give_back", "heartbeat"]
 ACTS += ["stand_still", "stand_still", "scan", "scan", "kill", "leave"]
+STORIES = [
+    ["take", "answer", "stand_still", "scan", "settle"],
+    ["take", "stand_still", "scan", "take", "fail", "give_back", "heartbeat"],
+    ["take", "kill", "scan", "take", "kill", "scan", "take", "kill", "scan", "take", "settle"],
+]
+"""Orders that chance finds too seldom."""
 FAILURES = [BadPrompt(ErrorCode.PROMPT_TOO_LONG, "too long"), PromptFailure(ErrorCode.MODEL_ERROR, "it failed")]
 some = st.integers(0, 7)
 """Which of those that there are: taken modulo their number."""
@@ -355,7 +361,11 @@ class Machine(RuleBasedStateMachine):
         self.workers.append(Worker(intake, Outputs(self.folders, self.ledger, intake.name)))
 
     @precondition(lambda self: self.workers)
-    @rule(which=some, number=some, acts=st.lists(st.sampled_from(ACTS), min_size=2, max_size=10))
+    @rule(
+        which=some,
+        number=some,
+        acts=st.lists(st.sampled_from(ACTS), min_size=2, max_size=10) | st.sampled_from(STORIES),
+    )
     def work(self, which: int, number: int, acts: list[str]) -> None:
         """What workers do and what happens to them, in any order; they change from act to act with `number`."""
         for place, act in enumerate(acts):
