@@ -92,9 +92,13 @@ def test_tokens_agree_when_most_is_read_at_the_edge_of_a_block(
 
 
 def test_the_references_are_worth_comparing_with(pair: Pair) -> None:
+    varied(pair.reference)
+
+
+def varied(reference: Reference) -> None:
     """Not one token again and again, some answers that stop and some that do not, steps that take several tokens."""
     recipe = Recipe(max_new_tokens=32, block_length=8, rule="threshold", number=0.6)
-    answers = [pair.reference.bidirectional_answer(prompt(n, 6), recipe, "none") for n in range(20)]
+    answers = [reference.bidirectional_answer(prompt(n, 6), recipe, "none") for n in range(20)]
     assert len({token for answer in answers for token in answer.tokens}) > 40
     assert 1 <= sum(len(answer.tokens) < 32 for answer in answers) <= 19
     assert any(answer.steps < len(answer.tokens) * 3 / 4 for answer in answers)

@@ -10,7 +10,7 @@ from worker.engine.canvas.loading import CanvasLoaded, load_canvas
 from worker.engine.engine import Engine
 from worker.engine.loading import Loaded, read_config
 from worker.engine.loading import load as load_masked
-from worker.engine.models.quantized import Quantize
+from worker.engine.models.quantized import ONLY_LEAN, Quantize
 from worker.engine.models.registry import CANVAS_FAMILIES, architecture_of
 
 AnyLoaded = Loaded | CanvasLoaded
@@ -32,7 +32,7 @@ def load(
     if architecture_of(read_config(folder)) not in CANVAS_FAMILIES:
         return load_masked(folder, device, dtype, threads, allow_pickles, quantize)
     if quantize != "none":
-        raise ModelLoadError("quantize is for families with Llama's kind of decoder: leave it out for this one")
+        raise ModelLoadError(ONLY_LEAN)
     return load_canvas(folder, device, dtype, threads, allow_pickles)
 
 

@@ -13,6 +13,7 @@ from contract.errors import ModelLoadError
 from worker.engine.models import bert_decoder, decoder, dit_decoder, modernbert_decoder
 from worker.engine.models.decoder import Attend, Fetch
 from worker.engine.models.linear import Head, Linear, MakeLinear
+from worker.engine.models.quantized import ONLY_LEAN
 from worker.engine.models.spec import DecoderConfig
 
 
@@ -56,7 +57,7 @@ def build(config: DecoderConfig, fetch: Fetch, linear: MakeLinear = Linear) -> A
     if linear is Linear:
         return KINDS[type(config)].build(config, fetch)
     if type(config) is not DecoderConfig:
-        raise ModelLoadError("quantize is for families with Llama's kind of decoder: leave it out for this one")
+        raise ModelLoadError(ONLY_LEAN)
     return decoder.Decoder(config, fetch, linear)
 
 

@@ -20,6 +20,9 @@ GROUP = 32
 """Weights of a row that share a scale at 4 bits; at 8 bits a whole row does."""
 
 
+ONLY_LEAN = "quantize is for families with Llama's kind of decoder: leave it out for this one"
+
+
 class Quantized(Linear):
     """As `Linear`, for a weight (out, in) of which only the quantised form is kept."""
 
