@@ -37,11 +37,12 @@ class ServerError(DllmError):
 
 
 class PromptError(DllmError):
-    """One prompt cannot be answered. `code` is one of `contract.jobs.ErrorCode`."""
+    """One prompt cannot be answered. `code` is one of `contract.jobs.ErrorCode`, `param` the name at fault if known."""
 
-    def __init__(self, code: str, message: str) -> None:
+    def __init__(self, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.code = code
+        self.param = param
 
 
 class BadPrompt(PromptError):

@@ -136,9 +136,10 @@ def parameters(request: Row) -> Row:
     names = {name: value for name, value in request.items() if name not in CONTENT and value is not None}
     for name in names:
         if name in NEUTRAL:
-            raise BadPrompt(ErrorCode.BAD_PARAMS, f"{name} = {_value(names[name])} is not supported: remove it")
+            what = f"{name} = {_value(names[name])} is not supported: remove it"
+            raise BadPrompt(ErrorCode.BAD_PARAMS, what, name)
         if len(name) > LONGEST_NAME:
-            raise BadPrompt(ErrorCode.BAD_PARAMS, f"unknown parameter '{name[:LONGEST_NAME]}…'")
+            raise BadPrompt(ErrorCode.BAD_PARAMS, f"unknown parameter '{name[:LONGEST_NAME]}…'", name[:LONGEST_NAME])
     return names
 
 

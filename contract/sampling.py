@@ -104,7 +104,8 @@ def parse_params(values: dict[str, Any], base: SamplingParams | None = None) -> 
     named = {ALIASES.get(name, name): value for name, value in values.items() if value is not None}
     for name in named:
         if name not in SamplingParams.model_fields:
-            raise BadPrompt("bad_params", f"unknown parameter '{name}'{nearest(name, SamplingParams.model_fields)}")
+            what = f"unknown parameter '{name}'{nearest(name, SamplingParams.model_fields)}"
+            raise BadPrompt("bad_params", what, name)
     inherited = base.model_dump(exclude_unset=True) if base else {}
     # A rule and its parameter are named together or not at all: the nearer naming drops what belongs to another rule.
     chosen = [rule for name, rule in {"rule": named.get("rule"), **RULE_OF}.items() if name in named]
@@ -118,4 +119,4 @@ def parse_params(values: dict[str, Any], base: SamplingParams | None = None) -> 
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         what = first["msg"].removeprefix("Value error, ")
-        raise BadPrompt("bad_params", f"{where}: {what}" if where else what) from None
+        raise BadPrompt("bad_params", f"{where}: {what}" if where else what, where or None) from None

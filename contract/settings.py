@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import yaml
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from contract import hours
@@ -98,6 +98,34 @@ class ProducerSettings(Settings):
     max_queued: Count = Field(10_000, description="prompts of one batch that stand in Redis at a time")
     max_queued_mb: Count = Field(64, description="the same in megabytes of prompt text")
     max_line_mb: Count = Field(16, description="a longer input line is an error row")
+    serve_host: str = Field(
+        "127.0.0.1", description="address that `producer serve` listens on; any but loopback needs an API key"
+    )
+    serve_port: Annotated[int, Field(ge=0, le=65535)] = Field(8000, description="its port; 0: any that is free")
+    serve_api_key: SecretStr | None = Field(
+        None, description="an API key; set it in the environment, or make keys with `producer key NAME`"
+    )
+    serve_keys: Path | None = Field(None, description="file of the keys' hashes; without it configs/keys.json")
+    serve_timeout_s: Seconds = Field(600.0, description="a request that has no answer by then ends with 504")
+    serve_grace_s: Annotated[float, Field(ge=0)] = Field(
+        20.0, description="seconds to finish answers under way after SIGTERM"
+    )
+    serve_share: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.8, description="share of the workers' rows that requests may take; more of them end with 429"
+    )
+    serve_requests_per_minute: int = Field(0, ge=0, description="requests a minute of a key; 0: no limit")
+    serve_concurrent: int = Field(0, ge=0, description="requests of a key at a time; 0: no limit")
+    serve_max_body_mb: Count = Field(8, description="largest request, uploads apart")
+    serve_max_file_mb: Count = Field(512, description="largest upload")
+    serve_stream_rate: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="tokens a second at which streams are smoothed; 0: each block as it comes"
+    )
+    serve_filter_words: Path | None = Field(
+        None, description="file of words and phrases, one a line, that neither prompts nor outputs may hold"
+    )
+    serve_filters: str | None = Field(
+        None, description="filters of your own, as package.module:name, several with commas"
+    )
 
     @field_validator("not_before", mode="before")
     @classmethod

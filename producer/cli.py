@@ -31,9 +31,10 @@ from contract.ledger import Batch, BatchSpec, BatchState, Cursor, Ledger, Mark
 from contract.paths import Folders
 from contract.sampling import SamplingParams, parse_params
 from contract.settings import ProducerSettings, read
-from producer import configuring, display, report
+from producer import configuring, display, report, serving
 from producer.claims import KINDS, Claims, Look, checked_name, is_utf8
 from producer.doctor import examine
+from producer.gateway import keys
 from producer.resuming import resume
 from producer.submitter import OUTAGES, Progress, pause_after, submit, wait
 from producer.watcher import Watcher
@@ -446,6 +447,70 @@ def doctor(
             display.answer("all is well")
         if not healthy:
             raise typer.Exit(1)
+
+
+@app.command()
+def serve(
+    host: Annotated[str | None, typer.Option("--host", help="Address to listen on [127.0.0.1]")] = None,
+    port: Annotated[int | None, typer.Option("--port", help="Port, 0 for any that is free [8000]")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="The model of requests that name none")] = None,
+    root: Root = None,
+    redis_url: RedisUrl = None,
+    debug: Debug = False,
+) -> None:
+    """Answer HTTP requests through OpenAI's interface until told to stop.
+
+    Example: producer serve --port 8000
+    """
+    with _errors(debug), Stop():
+        serving.require()
+        flags = {"root": root, "redis_url": redis_url, "model": model, "serve_host": host, "serve_port": port}
+        session = Session.open(flags, quiet=False)
+        serving.serve(session.settings, session.ledger)
+
+
+@app.command()
+def key(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Whose key; without it all are listed")] = None,
+    requests_per_minute: Annotated[
+        int | None, typer.Option("--requests-per-minute", min=0, help="A limit of its own; 0 for none")
+    ] = None,
+    concurrent: Annotated[
+        int | None, typer.Option("--concurrent", min=0, help="Requests at a time, of its own; 0 for any number")
+    ] = None,
+    replace: Annotated[bool, typer.Option("--replace", help="NAME's other keys end")] = False,
+    revoke: Annotated[bool, typer.Option("--revoke", help="NAME's keys end, and there is no new one")] = False,
+    as_json: Json = False,
+    root: Root = None,
+    debug: Debug = False,
+) -> None:
+    """Make an API key for `producer serve`, which is shown this once; a running service takes it at once.
+
+    Example: producer key alice --requests-per-minute 60
+    """
+    with _errors(debug):
+        file = keys.place(read(ProducerSettings, {"root": root}))
+        if name is None:
+            _list_keys(file, as_json)
+        elif revoke:
+            ended = keys.revoke(file, name)
+            if not ended:
+                raise UsageError(f"nobody called '{name}' has a key: `producer key` lists those who have")
+            display.answer(json.dumps({"name": name, "revoked": ended}) if as_json else f"{name}: {ended} revoked")
+        else:
+            made = keys.make(file, name, requests_per_minute, concurrent, replace)
+            display.answer(json.dumps({"name": name, "key": made}) if as_json else made)
+
+
+def _list_keys(file: Path, as_json: bool) -> None:
+    known = keys.read(file).keys
+    if as_json:
+        told = [one.model_dump(mode="json", exclude={"hash"}, exclude_none=True) for one in known]
+        display.answer(json.dumps({"keys": told}, indent=2))
+        return
+    limits = [tuple("-" if one is None else one for one in (key.requests_per_minute, key.concurrent)) for key in known]
+    rows = [(key.name, display.moment(key.created_at), *own) for key, own in zip(known, limits, strict=True)]
+    display.table(("name", "made", "requests/min", "at a time"), rows)
 
 
 @app.command("stop-server")

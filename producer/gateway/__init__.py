@@ -1,0 +1,1 @@
+"""The HTTP door: requests become prompts of the one queue, replies become answers. `app.create_app` is its front."""

@@ -1,0 +1,53 @@
+"""The application: addresses, errors and what surrounds every request, put together.
+
+`create_app` is the front of the package. To add addresses, write a module with an `APIRouter`, take `Here` (the
+service) and `Asking` (who asks; 401 without a valid key) as parameters, and include the router here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from importlib import metadata
+
+from fastapi import FastAPI
+from redis.asyncio import Redis
+
+from contract import logs
+from contract.ledger import Ledger
+from contract.settings import ProducerSettings
+from producer.gateway import errors, health
+from producer.gateway.door import Door, Entry
+from producer.gateway.service import opened
+
+MEGABYTE = 1 << 20
+ROUTERS = (health.router,)
+
+
+def create_app(settings: ProducerSettings, ledger: Ledger, redis: Callable[[], Redis]) -> FastAPI:
+    """The application. `redis` makes its connection inside the event loop; `ledger` is used in threads."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with opened(settings, ledger, redis()) as service:
+            app.state.service = service
+            yield
+
+    def most(path: str) -> int:
+        return (settings.serve_max_file_mb if path == "/v1/files" else settings.serve_max_body_mb) * MEGABYTE
+
+    app = FastAPI(
+        title="dllm-batch",
+        summary="Diffusion language models behind OpenAI's interface",
+        version=metadata.version("dllm-batch"),
+        lifespan=lifespan,
+    )
+    errors.install(app)
+    for router in ROUTERS:
+        app.include_router(router)
+    app.add_middleware(Door, record=_record, most=most)
+    return app
+
+
+def _record(entry: Entry) -> None:
+    logs.get().info("request", **entry.document())

@@ -1,0 +1,57 @@
+"""Who asks: a dependency of every address that is not for everybody.
+
+Without any key there is one nameless caller, and the service listens on loopback only (`producer.gateway.serving`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends, Request
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+
+from producer.gateway.errors import ApiError
+from producer.gateway.service import Here
+
+NOBODY = "-"
+"""The name of who asks a service without keys."""
+bearer = HTTPBearer(auto_error=False, description="An API key, as `producer key NAME` makes one")
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Whose key it was, and the limits that hold for it; 0 for none."""
+
+    name: str
+    requests_per_minute: int
+    concurrent: int
+
+
+async def caller(
+    request: Request, here: Here, given: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]
+) -> Caller:
+    """Raises ApiError (401) without a key that is known."""
+    settings, keys = here.settings, here.keys
+    rate, concurrent = settings.serve_requests_per_minute, settings.serve_concurrent
+    if not keys.known:
+        found = Caller(NOBODY, rate, concurrent)
+    elif key := keys.find(given.credentials) if given else None:
+        found = Caller(
+            key.name,
+            rate if key.requests_per_minute is None else key.requests_per_minute,
+            concurrent if key.concurrent is None else key.concurrent,
+        )
+    else:
+        raise ApiError(401, _missing(given), code="invalid_api_key")
+    request.state.entry.caller = found.name
+    return found
+
+
+Asking = Annotated[Caller, Depends(caller)]
+
+
+def _missing(given: HTTPAuthorizationCredentials | None) -> str:
+    if given is None:
+        return "an API key is needed: send the header 'Authorization: Bearer KEY'"
+    return "this API key is not known, or was revoked"
