@@ -33,6 +33,8 @@ KINDS: dict[str, Literal["txt", "jsonl"]] = {".txt": "txt", ".jsonl": "jsonl"}
 LONGEST_SLUG = 40
 LONGEST_OUTPUT = 200
 ABANDONED_S = 60.0
+ID_BYTES = 6
+"""Random part of a batch's id, which must differ from those of all installations on the server."""
 
 
 class Look(NamedTuple):
@@ -138,7 +140,7 @@ class Claims:
 
     def _plan(self, file: Path, name: str | None) -> BatchSpec:
         stem = name or file.stem
-        batch = f"{slug(stem)}-{secrets.token_hex(4)}"
+        batch = f"{slug(stem)}-{secrets.token_hex(ID_BYTES)}"
         now = time.time()
         return BatchSpec(
             batch=batch,
