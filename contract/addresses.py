@@ -14,9 +14,13 @@ from __future__ import annotations
 import re
 import ssl
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, cast
 from urllib.parse import unquote, urlsplit
 
+from redis.asyncio import Redis as AsyncRedis
+from redis.asyncio.retry import Retry as AsyncRetry
+from redis.asyncio.sentinel import Sentinel as AsyncSentinel
 from redis.backoff import NoBackoff
 from redis.connection import parse_url
 from redis.exceptions import AuthenticationError, NoPermissionError, RedisError
@@ -56,24 +60,50 @@ class Patience(Retry):
         return super().call_with_retry(do, fail, is_retryable=passes, **options)
 
 
+def async_client(url: str, **options: Any) -> AsyncRedis:
+    """As `client`, for an event loop; it does not know the installation's names."""
+    if urlsplit(url).scheme in ("sentinel", "sentinels"):
+        watched = _Watched.read(url)
+        once = {"retry": AsyncRetry(NoBackoff(), retries=0)}
+        asked = AsyncSentinel(watched.sentinels, sentinel_kwargs=watched.asking | once)  # type: ignore[no-untyped-call]
+        return cast(AsyncRedis, asked.master_for(watched.service, **{**options, **watched.connecting}))  # type: ignore[no-untyped-call]
+    return cast(AsyncRedis, AsyncRedis.from_url(url, **options))
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """What a Sentinel address says: whom to ask for which service, and how to connect to them and to the primary."""
+
+    sentinels: list[tuple[str, int]]
+    service: str
+    asking: dict[str, Any]
+    connecting: dict[str, Any]
+
+    @staticmethod
+    def read(url: str) -> _Watched:
+        parts = urlsplit(url)
+        user, _, hosts = parts.netloc.rpartition("@")
+        service, _, db = parts.path.strip("/").partition("/")
+        if not service or (db and not db.isdecimal()):
+            raise ValueError("a Sentinel address ends with /SERVICE/DB")
+        tls = parts.scheme == "sentinels"
+        given = parse_url(f"{'rediss' if tls else 'redis'}://{user}@localhost/{db}?{parts.query}")  # type: ignore[no-untyped-call]
+        for name in ("host", "connection_class"):
+            given.pop(name, None)
+        login = {name: given.pop(f"sentinel_{name}", None) for name in ("username", "password")}
+        certificates = {name: value for name, value in given.items() if name.startswith("ssl_")}
+        secured = {"ssl": True, **certificates} if tls else {}
+        patience = {"socket_timeout": SENTINEL_ANSWER_S, "socket_connect_timeout": SENTINEL_ANSWER_S}
+        sentinels = [_place(host) for host in hosts.split(",")]
+        return _Watched(sentinels, unquote(service), login | secured | patience, given | secured)
+
+
 def _through_sentinels(url: str, options: dict[str, Any]) -> Connection:
-    parts = urlsplit(url)
-    user, _, hosts = parts.netloc.rpartition("@")
-    service, _, db = parts.path.strip("/").partition("/")
-    if not service or (db and not db.isdecimal()):
-        raise ValueError("a Sentinel address ends with /SERVICE/DB")
-    tls = parts.scheme == "sentinels"
-    given = parse_url(f"{'rediss' if tls else 'redis'}://{user}@localhost/{db}?{parts.query}")  # type: ignore[no-untyped-call]
-    for name in ("host", "connection_class"):
-        given.pop(name, None)
-    login = {name: given.pop(f"sentinel_{name}", None) for name in ("username", "password")}
-    secured = {"ssl": True, **{name: value for name, value in given.items() if name.startswith("ssl_")}} if tls else {}
-    patience = {"socket_timeout": SENTINEL_ANSWER_S, "socket_connect_timeout": SENTINEL_ANSWER_S}
+    watched = _Watched.read(url)
     once = {"retry": Retry(NoBackoff(), retries=0)}  # whoever asks in vain asks all of them again
-    asking = login | secured | patience | once
-    sentinels = _Sentinels([_place(host) for host in hosts.split(",")], sentinel_kwargs=asking)  # type: ignore[no-untyped-call]
-    wanted = {"redis_class": Connection, **options, **given, **secured}
-    return cast(Connection, sentinels.master_for(unquote(service), **wanted))  # type: ignore[no-untyped-call]
+    asked = _Sentinels(watched.sentinels, sentinel_kwargs=watched.asking | once)  # type: ignore[no-untyped-call]
+    wanted = {"redis_class": Connection, **options, **watched.connecting}
+    return cast(Connection, asked.master_for(watched.service, **wanted))  # type: ignore[no-untyped-call]
 
 
 class _Sentinels(Sentinel):

@@ -103,7 +103,7 @@ def body(row: Row) -> Row:
     if not isinstance(request, dict):
         raise BadPrompt(ErrorCode.BAD_ROW, f"body must be a JSON object, found {_kind(request)}")
     _refuse_other_endpoints(row.get("url"), request)
-    return {name: value for name, value in request.items() if not _asks_nothing(name, value)}
+    return {name: value for name, value in request.items() if not asks_nothing(name, value)}
 
 
 def prompt(request: Row) -> Prompt:
@@ -173,7 +173,7 @@ def _refuse_unknown(row: Row, known: tuple[str, ...], code: ErrorCode) -> None:
             raise BadPrompt(code, f"unknown key '{short}'{nearest(short, known)}")
 
 
-def _asks_nothing(name: str, value: Any) -> bool:
+def asks_nothing(name: str, value: Any) -> bool:
     return value is None or name in IGNORED or (name in NEUTRAL and value in NEUTRAL[name])
 
 

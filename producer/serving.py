@@ -12,7 +12,7 @@ import logging
 import socket
 from typing import TYPE_CHECKING
 
-from contract import logs
+from contract import addresses, logs, server
 from contract.errors import DllmError, UsageError
 from contract.ledger import Ledger
 from contract.settings import ProducerSettings
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 NEEDED = ("fastapi", "uvicorn", "python_multipart")
 INSTALL = "the service needs FastAPI and uvicorn: pip install 'dllm-batch[serve]'"
 BACKLOG = 2048
+PATIENCE = {"socket_connect_timeout": 5.0, "socket_timeout": 30.0, "health_check_interval": 15}
 
 
 def require() -> None:
@@ -52,13 +53,11 @@ def serve(settings: ProducerSettings, ledger: Ledger) -> None:
 
 def _server(settings: ProducerSettings, ledger: Ledger) -> uvicorn.Server:
     import uvicorn
-    from redis.asyncio import Redis
-
-    from contract import server
     from producer.gateway.app import create_app
 
     logging.getLogger("uvicorn").setLevel("WARNING")
-    app = create_app(settings, ledger, lambda: Redis.from_url(server.resolve(settings)))
+    url = server.resolve(settings)
+    app = create_app(settings, ledger, lambda: addresses.async_client(url, **PATIENCE))
     config = uvicorn.Config(
         app,
         log_config=None,

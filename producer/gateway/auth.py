@@ -5,27 +5,18 @@ Without any key there is one nameless caller, and the service listens on loopbac
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
 from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from producer.gateway.errors import ApiError
+from producer.gateway.limits import Caller
 from producer.gateway.service import Here
 
 NOBODY = "-"
 """The name of who asks a service without keys."""
 bearer = HTTPBearer(auto_error=False, description="An API key, as `producer key NAME` makes one")
-
-
-@dataclass(frozen=True)
-class Caller:
-    """Whose key it was, and the limits that hold for it; 0 for none."""
-
-    name: str
-    requests_per_minute: int
-    concurrent: int
 
 
 async def caller(

@@ -1,4 +1,4 @@
-"""What all requests share while the service runs: settings, connections, keys, and who waits for what.
+"""What all requests share while the service runs: settings, connections, keys, limits, and who waits for what.
 
 Everything here belongs to one event loop. The ledger's connection is a blocking one: it is used in threads only.
 """
@@ -12,16 +12,23 @@ from typing import Annotated, ParamSpec, TypeVar, cast
 
 from fastapi import Depends, Request
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
-from contract import logs, queues
+from contract import interactive, logs, queues
 from contract.errors import DllmError
+from contract.interactive import Capacity
 from contract.ledger import Ledger
 from contract.settings import ProducerSettings
-from producer.gateway import keys
+from producer.gateway import filters, keys
+from producer.gateway.dispatch import Dispatch
+from producer.gateway.errors import not_found
+from producer.gateway.filters import Filters
 from producer.gateway.keys import Keys
+from producer.gateway.limits import Limits, Measured
 
 REFRESH_S = 1.0
-"""Keys and capacity are looked at again this often."""
+"""Keys, models and capacity are looked at again this often."""
+NONE = Measured(Capacity(workers=0, rows=0, running=0, waiting=0, tokens_per_s=0.0), own=0)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -30,20 +37,50 @@ T = TypeVar("T")
 class Service:
     """Made when the application starts, see `opened`."""
 
-    def __init__(self, settings: ProducerSettings, ledger: Ledger, redis: Redis, known: Keys) -> None:
+    def __init__(self, settings: ProducerSettings, ledger: Ledger, redis: Redis, known: Keys, judges: Filters) -> None:
         self.settings = settings
         self.ledger = ledger
         self.redis = redis
+        self.names = ledger.redis.names
         self.keys = known
+        self.filters = judges
+        self.limits = Limits(settings.serve_share)
+        self.dispatch = Dispatch(redis, self.names)
+        self.measured: dict[str, Measured] = {}
 
     async def in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Files, hashes and the ledger: whatever would keep the event loop waiting."""
         return await asyncio.to_thread(work, *args, **kwargs)
 
-    async def workers(self) -> int:
-        """How many living workers serve the usual model."""
-        found = await self.in_thread(queues.workers, self.ledger.redis)
-        return sum(worker.serves(self.settings.queue_model) for worker in found)
+    @property
+    def models(self) -> list[str]:
+        """The models that may be asked for: the usual one, and those of living workers."""
+        return sorted({self.settings.queue_model, *self.measured})
+
+    def model(self, asked: str | None) -> str:
+        """The model that a request names, by the last part of its path. Raises ApiError (404)."""
+        name = (asked or self.settings.queue_model).rstrip("/").rsplit("/", 1)[-1]
+        if name not in self.models:
+            known = ", ".join(self.models)
+            raise not_found(f"there is no model '{name[:100]}' here, but {known}", "model", "model_not_found")
+        return name
+
+    async def capacity(self, model: str) -> Measured:
+        """What the model's workers can do; looked at anew when none was known a moment ago."""
+        if not self.measured.get(model, NONE).capacity.workers:
+            await self.measure()
+        return self.measured.get(model, NONE)
+
+    async def measure(self) -> None:
+        """Look which workers live and what they can do. Raises RedisError in an outage."""
+        alive = await self.in_thread(queues.workers, self.ledger.redis)
+        named = {str(worker.vitals["model"]) for worker in alive if "model" in worker.vitals}
+        models = named | ({self.settings.queue_model} if alive else set())
+        found = {}
+        for model in models:
+            own = self.limits.rows(model)
+            found[model] = Measured(await interactive.capacity(self.redis, self.names, model), own)
+        self.measured = {model: one for model, one in found.items() if one.capacity.workers}
 
     async def refresh(self) -> None:
         """Look at what changes outside, for ever."""
@@ -51,20 +88,26 @@ class Service:
             await asyncio.sleep(REFRESH_S)
             try:
                 self.keys = await self.in_thread(keys.load, self.settings)
-            except DllmError as error:  # those that were known stay so
-                logs.get().warning("keys cannot be read", reason=str(error))
+                await self.measure()
+            except (DllmError, RedisError) as error:  # what was known stays so
+                logs.get().warning("keys or workers cannot be looked at", reason=str(error))
 
 
 @contextlib.asynccontextmanager
 async def opened(settings: ProducerSettings, ledger: Ledger, redis: Redis) -> AsyncIterator[Service]:
     """The service, at work until it is left."""
-    service = Service(settings, ledger, redis, await asyncio.to_thread(keys.load, settings))
-    refreshing = asyncio.create_task(service.refresh())
+    known, judges = await asyncio.to_thread(lambda: (keys.load(settings), filters.load(settings)))
+    service = Service(settings, ledger, redis, known, judges)
+    with contextlib.suppress(RedisError):
+        await service.measure()
+    tasks = [asyncio.create_task(work()) for work in (service.refresh, service.dispatch.listen)]
     try:
         yield service
     finally:
-        refreshing.cancel()
-        await asyncio.gather(refreshing, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await service.dispatch.close()
         await redis.aclose()
 
 
