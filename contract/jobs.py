@@ -17,6 +17,9 @@ SCHEMA = 1
 
 Priority = Literal["high", "normal", "low"]
 PRIORITIES: tuple[Priority, ...] = ("high", "normal", "low")
+LaneName = Literal["interactive", "high", "normal", "low"]
+LANES: tuple[LaneName, ...] = ("interactive", *PRIORITIES)
+"""A model's queues, the most urgent first: that of requests (`contract.interactive`), and one for each priority."""
 FinishReason = Literal["stop", "length"]
 OutputFormat = Literal["jsonl", "csv", "parquet", "openai"]
 
@@ -105,6 +108,8 @@ class PromptJob(BaseModel):
     prompt_token_ids: tuple[TokenId, ...] | None = None
     params: SamplingParams = SamplingParams()
     submitted_at: float = Field(description="seconds since the epoch")
+    reply_to: str | None = Field(None, description="a request's: key of the stream on which its service is answered")
+    stream: bool = Field(False, description="a request's: are its blocks wanted as they are finished?")
 
     @property
     def job_id(self) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from redis import Redis
 
-from contract.jobs import Priority
+from contract.jobs import LaneName
 
 DEFAULT = "dllm"
 PATTERN = r"^[A-Za-z0-9_]{1,32}$"
@@ -42,9 +42,9 @@ class Names:
     def hours(self, queue: str) -> str:
         return self.key("hours", queue)
 
-    def queue(self, model: str, priority: Priority) -> str:
-        """`{prefix}-{model}-{priority}` with anything but letters, digits, dot and dash replaced by `_`."""
-        return f"{self.prefix}-{re.sub(r'[^A-Za-z0-9.-]', '_', model)}-{priority}"
+    def queue(self, model: str, lane: LaneName) -> str:
+        """`{prefix}-{model}-{lane}` with anything but letters, digits, dot and dash replaced by `_`."""
+        return f"{self.prefix}-{re.sub(r'[^A-Za-z0-9.-]', '_', model)}-{lane}"
 
     def owns(self, queue: str) -> bool:
         """Is that a queue of this installation?"""

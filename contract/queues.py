@@ -1,7 +1,7 @@
 """Redis connection, queue names and enqueuing: what producer and worker must agree on about RQ.
 
-The only module outside the worker that makes anything of rq. One prompt is one RQ job; the serializer is JSON, never
-pickle: whoever can write to Redis must not thereby be able to run code in a worker.
+With `contract.interactive` all outside the worker that makes anything of rq. One prompt is one RQ job; the serializer
+is JSON, never pickle: whoever can write to Redis must not thereby be able to run code in a worker.
 
 Jobs that are queued here wait in the backlog of their batch (`contract.turns`), not in RQ's list of the queue.
 
@@ -32,7 +32,7 @@ from rq.registry import FailedJobRegistry
 from rq.serializers import JSONSerializer
 
 from contract import addresses, turns
-from contract.jobs import PRIORITIES, Priority, PromptJob
+from contract.jobs import LANES, LaneName, PromptJob
 from contract.names import DEFAULT, Connection, Names
 
 TASK = "worker.tasks.denoise"
@@ -86,11 +86,11 @@ _TRIED = (
 
 def queues(redis: Connection, model: str) -> list[Queue]:
     """The model's queues, the most urgent first."""
-    return [queue(redis, model, priority) for priority in PRIORITIES]
+    return [queue(redis, model, lane) for lane in LANES]
 
 
-def queue(redis: Connection, model: str, priority: Priority) -> Queue:
-    return Queue(redis.names.queue(model, priority), connection=redis, serializer=JSONSerializer)
+def queue(redis: Connection, model: str, lane: LaneName) -> Queue:
+    return Queue(redis.names.queue(model, lane), connection=redis, serializer=JSONSerializer)
 
 
 class WorkerInfo(NamedTuple):
@@ -105,7 +105,7 @@ class WorkerInfo(NamedTuple):
 
     def serves(self, model: str) -> bool:
         """Does it take prompts for `model`?"""
-        return any(self.names.queue(model, priority) in self.queues for priority in PRIORITIES)
+        return any(self.names.queue(model, lane) in self.queues for lane in LANES)
 
 
 def workers(redis: Connection) -> list[WorkerInfo]:
@@ -132,7 +132,11 @@ def lives(names: Names, worker: str) -> str:
 
 def _vitals(redis: Connection, worker: str) -> dict[str, Any]:
     """How a worker stood at its last heartbeat; nothing where it did not say."""
-    told = cast("dict[bytes, bytes]", redis.hgetall(lives(redis.names, worker)))
+    return newest_life(cast("dict[bytes, bytes]", redis.hgetall(lives(redis.names, worker))))
+
+
+def newest_life(told: Mapping[bytes, bytes]) -> dict[str, Any]:
+    """The last of a worker's lives, of those that the hash at `lives` has; nothing where none can be read."""
     try:
         found = json.loads(told[max(told)]) if told else {}
     except ValueError:
@@ -140,10 +144,10 @@ def _vitals(redis: Connection, worker: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def depths(redis: Connection, model: str) -> dict[Priority, int]:
+def depths(redis: Connection, model: str) -> dict[LaneName, int]:
     """Prompts that wait in each of the model's queues, the most urgent first."""
     found = turns.depths(redis, [(target.name, target.key) for target in queues(redis, model)])
-    return dict(zip(PRIORITIES, found, strict=True))
+    return dict(zip(LANES, found, strict=True))
 
 
 def enqueuing(target: Queue, jobs: Sequence[PromptJob]) -> Callable[[Pipeline], None]:
@@ -155,9 +159,9 @@ def enqueuing(target: Queue, jobs: Sequence[PromptJob]) -> Callable[[Pipeline], 
     """
     if not jobs:
         return lambda pipe: None
-    batch, template = jobs[0].batch, _template(target)
+    batch, template = jobs[0].batch, common_fields(target)
     assert all(job.batch == batch for job in jobs)
-    rows = [word for job in jobs for word in (job.job_id, f"{job.batch} row {job.index}", _data(job))]
+    rows = [word for job in jobs for word in (job.job_id, f"{job.batch} row {job.index}", payload(job))]
 
     def enqueue(pipe: Pipeline) -> None:
         pipe.sadd(Queue.redis_queues_keys, target.key)
@@ -197,7 +201,7 @@ join(KEYS[2], KEYS[3], ARGV[1], KEYS[4])
 )
 
 
-def _template(target: Queue) -> list[Any]:
+def common_fields(target: Queue) -> list[Any]:
     """Names and values of the fields that all jobs queued at this moment have in common, as RQ would save them."""
     job = target.create_job(
         TASK, result_ttl=0, failure_ttl=FAILURE_TTL_S, timeout=-1, retry=Retry(max=RETRIES), status=JobStatus.QUEUED
@@ -207,7 +211,7 @@ def _template(target: Queue) -> list[Any]:
     return [word for name, value in fields.items() if value != "" for word in (name, value)]
 
 
-def _data(job: PromptJob) -> bytes:
+def payload(job: PromptJob) -> bytes:
     """The call as RQ's JSON serializer writes it: function, instance, positional and named arguments; compressed."""
     return zlib.compress(f'["{TASK}", null, [{job.model_dump_json(exclude_defaults=True)}], {{}}]'.encode())
 
@@ -305,10 +309,10 @@ def restore(
 
     `rows` are those whose jobs are there and only lost their place; `jobs` are written anew.
     """
-    places, template = Places.of(target, [batch]), _template(target)
+    places, template = Places.of(target, [batch]), common_fields(target)
     keys = [*bitmaps, places.failed, *_keys(target, batch), *places.keys]
     words: list[Any] = [word for index in rows for word in (index, "", "")]
-    words += [word for job in jobs for word in (job.index, f"{job.batch} row {job.index}", _data(job))]
+    words += [word for job in jobs for word in (job.index, f"{job.batch} row {job.index}", payload(job))]
     fixed = [batch, len(places.lists), Job.key_for("%s"), len(template), *template]
     return cast(int, redis.eval(_RESTORE, len(keys), *keys, *fixed, *words))
 

@@ -39,7 +39,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
-    "stop": ([], ""),
     "logprobs": (False, 0),
     "top_logprobs": (0,),
     "logit_bias": ({},),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from contract.errors import BadPrompt, nearest
 
@@ -25,6 +25,7 @@ Rule = Literal[
 CacheKind = Literal["none", "prefix", "dual"]
 Commit = Literal["separate", "fused"]
 Truncate = Literal["left", "middle"]
+MOST_STOPS = 4
 
 
 class SamplingParams(BaseModel):
@@ -49,6 +50,7 @@ class SamplingParams(BaseModel):
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    stop: tuple[str, ...] = ()
     truncate: Truncate | None = None
     timeout_s: Annotated[float, Field(gt=0.0)] | None = None
 
@@ -58,9 +60,18 @@ class SamplingParams(BaseModel):
         """`true` is an int to Python; as a number of tokens it is a mistake."""
         if isinstance(values, dict):
             for name, value in values.items():
-                if isinstance(value, bool):
+                if isinstance(value, bool) and name != "stop":
                     raise ValueError(f"{name} must be a number, not {str(value).lower()}")
         return values
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_text_or_several(cls, value: Any) -> Any:
+        """A single text stands for a list of it, and empty text for none, as OpenAI's bodies have it."""
+        texts = [value] if isinstance(value, str) and value else value or ()
+        if not isinstance(texts, list | tuple) or len(texts) > MOST_STOPS or not all(map(_is_text, texts)):
+            raise ValueError(f"a text, or a list of at most {MOST_STOPS} texts that are not empty")
+        return texts
 
     @model_validator(mode="after")
     def _parameters_belong_to_the_rule(self) -> SamplingParams:
@@ -82,6 +93,10 @@ class SamplingParams(BaseModel):
         """The rule that applies: the named one, else that of a parameter which only one rule has, else `default`."""
         own = (rule for name, rule in RULE_OF.items() if getattr(self, name) is not None)
         return self.rule or next(own, None) or default
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
 
 
 # Parameters that select their rule.

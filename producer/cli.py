@@ -129,6 +129,9 @@ def submit_command(
     top_k: Annotated[int | None, typer.Option(help="Sample among the k most likely tokens, 0 for all")] = None,
     timeout_s: Annotated[float | None, typer.Option(help="Seconds in which a started prompt must be answered")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed; the same one gives the same text")] = None,
+    stop_texts: Annotated[
+        list[str] | None, typer.Option("--stop", help="A text that ends the answer; up to four, one --stop each")
+    ] = None,
     truncate: Annotated[str | None, typer.Option(help="left or middle: where too long a prompt is cut")] = None,
     root: Root = None,
     redis_url: RedisUrl = None,
@@ -158,6 +161,7 @@ def submit_command(
         "top_p": top_p,
         "top_k": top_k,
         "seed": seed,
+        "stop": stop_texts or None,
         "truncate": truncate,
         "timeout_s": timeout_s,
     }

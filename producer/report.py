@@ -15,7 +15,7 @@ from contract import claimed, logs, queues, sealing, turns
 from contract.errors import UsageError, nearest
 from contract.formats import OUTPUT_ENDS
 from contract.hours import closed_until
-from contract.jobs import ErrorCode, ErrorRow, Priority
+from contract.jobs import ErrorCode, ErrorRow, LaneName, Priority
 from contract.ledger import Batch, BatchState, Ledger, Mark
 from contract.merging import NOWHERE, Merge, clear_bits, set_bits, union, without_index
 from contract.paths import Folders
@@ -60,12 +60,12 @@ class BatchReport(BaseModel):
 
 
 class QueueReport(BaseModel):
-    """Prompts of one model and priority that wait in Redis."""
+    """Prompts of one model and priority that wait in Redis; requests are more urgent than any batch."""
 
     model_config = ConfigDict(frozen=True)
 
     model: str
-    priority: Priority
+    priority: LaneName
     waiting: int
 
 

@@ -16,7 +16,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 OURS = ("contract", "producer", "worker")
-QUEUE_MODULES = {"contract.queues", "contract.sealing", "worker.intake", "worker.lanes", "worker.reconciler"}
+QUEUE_MODULES = {
+    *("contract.interactive", "contract.queues", "contract.sealing"),
+    *("worker.intake", "worker.lanes", "worker.reconciler"),
+}
 ENGINE_MAY_USE = {"contract.sampling", "contract.errors"}
 ENGINE_LIBRARIES = {"torch", "safetensors", "numpy"}
 MAY_USE_TRANSFORMERS = {"worker.engine.canvas.native"}

@@ -186,6 +186,7 @@ def generate(
     top_p: Annotated[float | None, typer.Option(help="Nucleus sampling.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Sample among the k likeliest; 0 is off.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="A text that ends the answer; up to four times.")] = None,
     truncate: Annotated[str | None, typer.Option(help="left or middle: where too long a prompt is cut.")] = None,
     output_file: Annotated[Path | None, typer.Option(help="Write the answer here instead of stdout.")] = None,
 ) -> None:
@@ -212,6 +213,7 @@ def generate(
             "top_p": top_p,
             "top_k": top_k,
             "seed": seed,
+            "stop": stop or None,
             "truncate": truncate,
         }
     )

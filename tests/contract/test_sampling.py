@@ -31,6 +31,18 @@ def test_an_unknown_parameter_is_named_with_the_nearest_known(name: str, meant: 
     assert fault({name: 1}) == f"unknown parameter '{name}' (did you mean '{meant}'?)"
 
 
+@pytest.mark.parametrize(
+    ("given", "stop"), [("end", ("end",)), (["a", "\n"], ("a", "\n")), ([], ()), ("", ()), (None, ())]
+)
+def test_stop_is_a_text_or_up_to_four(given: Any, stop: tuple[str, ...]) -> None:
+    assert parse_params({"stop": given}).stop == stop
+
+
+@pytest.mark.parametrize("given", [5, True, [""], ["a", 1], ["a"] * 5, {"a": 1}])
+def test_what_is_no_stop_text_is_refused(given: Any) -> None:
+    assert fault({"stop": given}) == "stop: a text, or a list of at most 4 texts that are not empty"
+
+
 def test_a_name_like_no_other_is_named_alone() -> None:
     assert fault({"zzz": 1}) == "unknown parameter 'zzz'"
 
