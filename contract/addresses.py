@@ -66,8 +66,8 @@ def async_client(url: str, **options: Any) -> AsyncRedis:
         watched = _Watched.read(url)
         once = {"retry": AsyncRetry(NoBackoff(), retries=0)}
         asked = AsyncSentinel(watched.sentinels, sentinel_kwargs=watched.asking | once)  # type: ignore[no-untyped-call]
-        return cast(AsyncRedis, asked.master_for(watched.service, **{**options, **watched.connecting}))  # type: ignore[no-untyped-call]
-    return cast(AsyncRedis, AsyncRedis.from_url(url, **options))
+        return cast(AsyncRedis, asked.master_for(watched.service, **{**options, **watched.connecting}))
+    return AsyncRedis.from_url(url, **options)
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class Answer:
     def last(self, part: Part) -> dict[str, Any]:
         """A choice's last event: why it ended, and how it was denoised."""
         assert part.end is not None
-        told = {"delta": {}} if self.chat else {"text": ""}
+        told: dict[str, Any] = {"delta": {}} if self.chat else {"text": ""}
         return {**self._head(".chunk"), "choices": [self._choice(part, told)], "denoise": part.end.denoise}
 
     def usage(self, ends: Sequence[Completion]) -> dict[str, Any]:

@@ -6,16 +6,17 @@ ask nothing of us are passed over there, all others are sampling parameters or r
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, model_validator
 
 from contract import rows
 from contract.errors import BadPrompt
 from contract.interactive import new_request
-from contract.jobs import ErrorCode, Message, Prompt, PromptJob
+from contract.jobs import Message, Prompt, PromptJob
 from contract.sampling import ALIASES, SamplingParams, parse_params
 from producer.gateway.errors import bad_request, of_bad_prompt
 
@@ -40,6 +41,18 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="allow", json_schema_extra=_with_parameters)
 
     model: str | None = Field(None, description="one of /v1/models; without it the service's usual one")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_half_characters(cls, values: Any) -> Any:
+        """Half a surrogate pair is legal JSON, and yet no text that anything could be written with."""
+        try:
+            json.dumps(values, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"\\u{ord(error.object[error.start]):04x} is half a surrogate pair, and no text") from None
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
+        return values
 
     def sampling(self, base: SamplingParams) -> SamplingParams:
         """The parameters that are asked for, laid over `base`. Raises BadPrompt."""
@@ -113,14 +126,9 @@ def text_of(prompt: Prompt) -> str | None:
 def _prompt(given: dict[str, Any]) -> Prompt:
     named = next((name for name in rows.PROMPTS if given.get(name) is not None), rows.PROMPTS[0])
     try:
-        prompt = rows.prompt(given)
+        return rows.prompt(given)
     except BadPrompt as error:
         raise of_bad_prompt(error, named) from None
-    try:
-        (text_of(prompt) or "").encode()
-    except UnicodeEncodeError:
-        raise bad_request(f"{named} holds half a surrogate pair", named, ErrorCode.BAD_ENCODING) from None
-    return prompt
 
 
 def _asked(prompt: Prompt) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class Dispatch:
     async def ask(self, model: str, jobs: Sequence[PromptJob], deadline: float) -> Asked:
         """Queue a request. Whoever has it must `close` it; `deadline` is by the event loop's clock."""
         request = jobs[0].batch
-        self._waiting[request] = replies = asyncio.Queue()
+        replies = self._waiting[request] = asyncio.Queue[Reply]()
         try:
             async with self._room:
                 await interactive.ask(self._redis, self._names, model, jobs)

@@ -24,6 +24,9 @@ async def readyz(here: Here) -> Response:
     """Redis answers, and a worker of the usual model is alive."""
     told: dict[str, Any] = {"redis": False, "workers": 0}
     with contextlib.suppress(RedisError):
-        told = {"redis": bool(await here.redis.ping()), "workers": await here.workers()}
+        told = {
+            "redis": bool(await here.redis.ping()),
+            "workers": (await here.capacity(here.settings.queue_model)).capacity.workers,
+        }
     ready = told["redis"] and told["workers"] > 0
     return JSONResponse({"status": "ok" if ready else "unavailable", **told}, 200 if ready else 503)

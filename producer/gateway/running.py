@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastapi import Request
 
@@ -75,7 +75,7 @@ async def begin(request: Request, here: Service, caller: Caller, wanted: Wanted)
     raise AssertionError("a stack swallows nothing")
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
     """`work`, but given up as soon as the client has gone away."""
     doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
     try:

@@ -37,9 +37,7 @@ class EventStream(StreamingResponse):
             self._running.close()
 
 
-async def events(
-    parts: AsyncIterator[Part], answer: Answer, entry: Entry, include_usage: bool
-) -> AsyncIterator[bytes]:
+async def events(parts: AsyncIterator[Part], answer: Answer, entry: Entry, include_usage: bool) -> AsyncIterator[bytes]:
     """What is sent. An error after the stream began is its last event, as OpenAI's clients expect it."""
     begun: set[int] = set()
     ends: list[Completion] = []
