@@ -19,6 +19,7 @@ being the setting `key_prefix`:
     dllm:lock:content:{content}      lease of the one process that makes a batch of that content
     dllm:outputs                     hash output name -> the batch that owns it
     dllm:contents                    hash content -> the newest batch that was submitted with it
+    dllm:served:{owner}              sorted set of the batches that were asked for over HTTP, by creation time
 """
 
 from __future__ import annotations
@@ -72,6 +73,17 @@ class Prices(BaseModel):
     per_million_output: float | None = None
 
 
+class Served(BaseModel):
+    """How a batch was asked for over HTTP: by the key of whom, with which of his files, and what he said of it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    owner: str
+    input_file: str
+    endpoint: str
+    metadata: dict[str, str] = {}
+
+
 class BatchSpec(BaseModel):
     """What was asked for; written once, at creation.
 
@@ -96,6 +108,7 @@ class BatchSpec(BaseModel):
     output_format: OutputFormat = "jsonl"
     prices: Prices | None = None
     content: str | None = None
+    served: Served | None = None
 
 
 class Cursor(BaseModel):
@@ -192,6 +205,7 @@ class Ledger:
     def create(self, spec: BatchSpec) -> bool:
         """Record a new batch; False when its id is known already (then nothing changes)."""
         keys = [self.key(spec.batch), *map(self._names.key, ("batches", "open", "contents"))]
+        keys += [self._names.key("served", spec.served.owner)] if spec.served else []
         hours = spec.hours.model_dump_json() if spec.hours else ""
         words: list[Any] = [spec.batch, spec.model_dump_json(), spec.created_at, hours, spec.content or ""]
         return bool(self._create(keys=keys, args=words))
@@ -245,10 +259,10 @@ class Ledger:
         batches = cast("list[bytes]", self.redis.zrevrange(self._names.key("batches"), 0, count - 1))
         return self.get_many([_text(batch) for batch in batches])
 
-    def newest_first(self) -> Iterator[Batch]:
-        """All batches, newest first, a page at a time."""
-        start = 0
-        while found := cast("list[bytes]", self.redis.zrevrange(self._names.key("batches"), start, start + PAGE - 1)):
+    def newest_first(self, owner: str | None = None) -> Iterator[Batch]:
+        """All batches, or all that `owner` asked for over HTTP, newest first, a page at a time."""
+        key, start = self._names.key("batches") if owner is None else self._names.key("served", owner), 0
+        while found := cast("list[bytes]", self.redis.zrevrange(key, start, start + PAGE - 1)):
             yield from self.get_many([_text(batch) for batch in found])
             start += PAGE
 
@@ -385,13 +399,14 @@ class Ledger:
             pipe.execute()
 
 
-# KEYS the batch's hash, all batches, those not published, contents; ARGV the batch, its spec, creation time, hours and
-# content ('' for none).
+# KEYS the batch's hash, all batches, those not published, contents, those of its owner if it has one; ARGV the batch,
+# its spec, creation time, hours and content ('' for none).
 _CREATE = """
 if redis.call('HSETNX', KEYS[1], 'spec', ARGV[2]) == 0 then return 0 end
 if ARGV[5] ~= '' then redis.call('HSET', KEYS[4], ARGV[5], ARGV[1]) end
 redis.call('HSET', KEYS[1], 'state', 'submitting')
 if ARGV[4] ~= '' then redis.call('HSET', KEYS[1], 'hours', ARGV[4]) end
+if KEYS[5] then redis.call('ZADD', KEYS[5], ARGV[3], ARGV[1]) end
 redis.call('ZADD', KEYS[2], ARGV[3], ARGV[1])
 redis.call('SADD', KEYS[3], ARGV[1])
 return 1

@@ -46,6 +46,11 @@ class Folders:
         return self.root / "batch_processed"
 
     @property
+    def files(self) -> Path:
+        """What was uploaded to the HTTP service, a folder each: `{id}/meta.json` and the file."""
+        return self.root / "batch_files"
+
+    @property
     def logs(self) -> Path:
         return self.root / "logs"
 

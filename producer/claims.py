@@ -24,7 +24,7 @@ from contract import claimed, logs
 from contract.claimed import MANIFEST, idle_s
 from contract.errors import DllmError, UsageError
 from contract.hours import Hours
-from contract.ledger import Batch, BatchSpec, BatchState, Ledger, Prices
+from contract.ledger import Batch, BatchSpec, BatchState, Ledger, Prices, Served
 from contract.paths import Folders, publish
 from contract.settings import ProducerSettings
 from producer.notices import Notices
@@ -34,7 +34,7 @@ KINDS: dict[str, Literal["txt", "jsonl"]] = {".txt": "txt", ".jsonl": "jsonl"}
 LONGEST_SLUG = 40
 LONGEST_OUTPUT = 200
 ABANDONED_S = 60.0
-NOT_CONTENT = {"batch", "source", "output", "priority", "created_at", "hours", "prices", "content"}
+NOT_CONTENT = {"batch", "source", "output", "priority", "created_at", "hours", "prices", "content", "served"}
 """What may differ between two batches that publish the same: the names, when they run, and what that costs."""
 ID_BYTES = 6
 """Random part of a batch's id, which must differ from those of all installations on the server."""
@@ -90,12 +90,12 @@ class Claims:
         claimed.record(spec, self.ledger, self.folders)
         return spec
 
-    def snapshot(self, file: Path, name: str | None = None) -> BatchSpec:
+    def snapshot(self, file: Path, name: str | None = None, served: Served | None = None) -> BatchSpec:
         """Copy the user's own file into a new batch: what happens to the file afterwards does not matter.
 
         Raises DllmError when the file changes while it is copied.
         """
-        return self._keep(self._copy(file, self._plan(file, name)))
+        return self._keep(self._copy(file, self._plan(file, name).model_copy(update={"served": served})))
 
     def snapshot_once(self, file: Path, name: str | None = None) -> tuple[BatchSpec, bool]:
         """As `snapshot`, but the batch that was submitted with the same content before, where there is one.

@@ -16,12 +16,12 @@ from redis.asyncio import Redis
 from contract import logs
 from contract.ledger import Ledger
 from contract.settings import ProducerSettings
-from producer.gateway import chat, completions, errors, generate, health, models
+from producer.gateway import batches, chat, completions, errors, files, generate, health, models
 from producer.gateway.door import Door, Entry
 from producer.gateway.service import opened
 
 MEGABYTE = 1 << 20
-ROUTERS = tuple(one.router for one in (generate, chat, completions, models, health))
+ROUTERS = tuple(one.router for one in (generate, chat, completions, models, files, batches, health))
 
 
 def create_app(settings: ProducerSettings, ledger: Ledger, redis: Callable[[], Redis]) -> FastAPI:

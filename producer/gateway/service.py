@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from typing import Annotated, ParamSpec, TypeVar, cast
+from typing import Annotated, Any, ParamSpec, TypeVar, cast
 
 from fastapi import Depends, Request
 from redis.asyncio import Redis
@@ -22,9 +22,11 @@ from contract.settings import ProducerSettings
 from producer.gateway import filters, keys
 from producer.gateway.dispatch import Dispatch
 from producer.gateway.errors import not_found
+from producer.gateway.filestore import FileStore
 from producer.gateway.filters import Filters
 from producer.gateway.keys import Keys
 from producer.gateway.limits import Limits, Measured
+from producer.gateway.submitting import Submitting
 
 REFRESH_S = 1.0
 """Keys, models and capacity are looked at again this often."""
@@ -46,11 +48,31 @@ class Service:
         self.filters = judges
         self.limits = Limits(settings.serve_share)
         self.dispatch = Dispatch(redis, self.names)
+        self.files = FileStore(settings.folders.files)
+        self.submitting = Submitting(settings, ledger)
+        self._later: set[asyncio.Task[Any]] = set()
         self.measured: dict[str, Measured] = {}
 
     async def in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Files, hashes and the ledger: whatever would keep the event loop waiting."""
         return await asyncio.to_thread(work, *args, **kwargs)
+
+    def later(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Do it in a thread without anybody waiting; the service does not end before it."""
+        task = asyncio.create_task(self.in_thread(work, *args, **kwargs))
+        self._later.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._later.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            logs.get().error("what was begun for a request failed", exc_info=error)
+
+    async def close(self) -> None:
+        """End what goes on without a request."""
+        await asyncio.gather(self.in_thread(self.submitting.stop), *self._later, return_exceptions=True)
+        await self.dispatch.close()
+        await self.redis.aclose()
 
     @property
     def models(self) -> list[str]:
@@ -100,6 +122,8 @@ async def opened(settings: ProducerSettings, ledger: Ledger, redis: Redis) -> As
     service = Service(settings, ledger, redis, known, judges)
     with contextlib.suppress(RedisError):
         await service.measure()
+    await service.in_thread(service.files.sweep)
+    service.submitting.start()
     tasks = [asyncio.create_task(work()) for work in (service.refresh, service.dispatch.listen)]
     try:
         yield service
@@ -107,8 +131,7 @@ async def opened(settings: ProducerSettings, ledger: Ledger, redis: Redis) -> As
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await service.dispatch.close()
-        await redis.aclose()
+        await service.close()
 
 
 def _here(request: Request) -> Service:
