@@ -191,7 +191,7 @@ def _message(value: Any, number: int) -> Message:
         if name not in ("role", "content") and extra not in (None, "", [], {}):
             short = name[:LONGEST_NAME]
             raise BadPrompt(ErrorCode.BAD_ROW, f"message {number}: '{short}' is not supported")
-    role = value.get("role")
+    role = "system" if value.get("role") == "developer" else value.get("role")  # OpenAI's newer word for it
     if role not in ROLES:
         hint = nearest(role, ROLES) if isinstance(role, str) and len(role) < LONGEST_NAME else ""
         raise BadPrompt(ErrorCode.BAD_ROW, f"message {number}: role must be one of {', '.join(ROLES)}{hint}")

@@ -116,7 +116,8 @@ def parse_params(values: dict[str, Any], base: SamplingParams | None = None) -> 
 
     Raises BadPrompt('bad_params') naming the parameter, what is wrong and the nearest known name.
     """
-    named = {ALIASES.get(name, name): value for name, value in values.items() if value is not None}
+    called = {ALIASES.get(name, name): name for name, value in values.items() if value is not None}
+    named = {name: values[given] for name, given in called.items()}
     for name in named:
         if name not in SamplingParams.model_fields:
             what = f"unknown parameter '{name}'{nearest(name, SamplingParams.model_fields)}"
@@ -132,6 +133,6 @@ def parse_params(values: dict[str, Any], base: SamplingParams | None = None) -> 
         return SamplingParams.model_validate(merged)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
+        where = ".".join(str(called.get(str(part), part)) for part in first["loc"])
         what = first["msg"].removeprefix("Value error, ")
         raise BadPrompt("bad_params", f"{where}: {what}" if where else what, where or None) from None

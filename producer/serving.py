@@ -48,7 +48,7 @@ def serve(settings: ProducerSettings, ledger: Ledger) -> None:
         host, port = listener.getsockname()[:2]
         logs.get().info("serving", url=f"http://{f'[{host}]' if ':' in host else host}:{port}")
         _server(settings, ledger).run(sockets=[listener])
-    logs.get().info("serving stopped")
+    logs.get().info("serving_stopped")
 
 
 def _server(settings: ProducerSettings, ledger: Ledger) -> uvicorn.Server:

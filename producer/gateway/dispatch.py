@@ -83,7 +83,7 @@ class Dispatch:
                     await interactive.withdraw(self._redis, self._names, model, request, count)
                 return
             except RedisError as error:
-                logs.get().warning("a request cannot be withdrawn", request=request, reason=str(error))
+                logs.get().warning("withdrawal_failed", request=request, reason=str(error))
 
     async def close(self) -> None:
         """Wait until what was left is withdrawn."""

@@ -145,7 +145,7 @@ async def _bad_prompt(request: Request, error: BadPrompt) -> Response:
 
 
 async def _outage(request: Request, error: RedisError) -> Response:
-    logs.get().warning("Redis does not answer", reason=str(error))
+    logs.get().warning("redis_away", reason=str(error))
     return unavailable("the queue does not answer at the moment: try again").response()
 
 

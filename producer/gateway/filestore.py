@@ -103,7 +103,7 @@ class FileStore:
         except FileNotFoundError:
             return None
         except (OSError, ValidationError) as error:
-            logs.get().warning("an uploaded file cannot be read", file=file_id, reason=str(error))
+            logs.get().warning("upload_unreadable", file=file_id, reason=str(error))
             return None
         if stored.owner != owner:
             return None

@@ -66,7 +66,7 @@ class Service:
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._later.discard(task)
         if not task.cancelled() and (error := task.exception()):
-            logs.get().error("what was begun for a request failed", exc_info=error)
+            logs.get().error("request_task_failed", exc_info=error)
 
     async def close(self) -> None:
         """End what goes on without a request."""
@@ -112,7 +112,7 @@ class Service:
                 self.keys = await self.in_thread(keys.load, self.settings)
                 await self.measure()
             except (DllmError, RedisError) as error:  # what was known stays so
-                logs.get().warning("keys or workers cannot be looked at", reason=str(error))
+                logs.get().warning("refresh_failed", reason=str(error))
 
 
 @contextlib.asynccontextmanager

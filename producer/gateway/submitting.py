@@ -49,7 +49,7 @@ class Submitting:
                 if not self._rounds.patiently(self._turn):
                     self._new.wait(FULL_S if self._rounds.busy else self._scan_s)
         except Exception:
-            logs.get().exception("submitting has ended: start the service anew, or run `producer watch`")
+            logs.get().exception("submitting_ended")
             raise
         finally:
             self._rounds.drop()
