@@ -44,7 +44,7 @@ def create_app(settings: ProducerSettings, ledger: Ledger, redis: Callable[[], R
     )
     errors.install(app)
     for router in ROUTERS:
-        app.include_router(router)
+        app.include_router(router, responses=errors.DOCUMENTED)
     app.add_middleware(Door, record=_record, most=most)
     return app
 

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from producer.gateway.asking import Choices, prompts_of
 from producer.gateway.auth import Asking
-from producer.gateway.choices import respond
+from producer.gateway.choices import STREAMED, respond
 from producer.gateway.running import Wanted
 from producer.gateway.service import Here
 
@@ -25,7 +25,7 @@ class ChatBody(Choices):
     )
 
 
-@router.post("/chat/completions", summary="Answer a conversation")
+@router.post("/chat/completions", responses=STREAMED, summary="Answer a conversation")
 async def chat_completions(request: Request, body: ChatBody, here: Here, caller: Asking) -> Response:
     """With `stream`, `chat.completion.chunk` events: a block of text each."""
     wanted = Wanted(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
@@ -11,6 +13,9 @@ from producer.gateway.limits import Caller
 from producer.gateway.running import Running, Wanted, begin, unless_gone
 from producer.gateway.service import Service
 from producer.gateway.streaming import EventStream, after, events, steady
+
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+"""For the OpenAPI page."""
 
 
 async def respond(

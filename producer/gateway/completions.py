@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from producer.gateway.asking import Choices, prompts_of
 from producer.gateway.auth import Asking
-from producer.gateway.choices import respond
+from producer.gateway.choices import STREAMED, respond
 from producer.gateway.running import Wanted
 from producer.gateway.service import Here
 
@@ -23,7 +23,7 @@ class CompletionBody(Choices):
     )
 
 
-@router.post("/completions", summary="Answer one prompt or several")
+@router.post("/completions", responses=STREAMED, summary="Answer one prompt or several")
 async def completions(request: Request, body: CompletionBody, here: Here, caller: Asking) -> Response:
     """Choices are those of the first prompt, then those of the next. With `stream`, events as for a chat."""
     wanted = Wanted(

@@ -13,6 +13,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from redis.exceptions import RedisError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
@@ -37,6 +38,39 @@ STATUS: dict[ErrorCode, tuple[int, str]] = {
 """Status and type for what a worker says of a prompt; 500 for the rest, where the model or the machine failed."""
 CODES = {ErrorCode.PROMPT_TOO_LONG: "context_length_exceeded", ErrorCode.UNKNOWN_MODEL: "model_not_found"}
 """What OpenAI has a word of its own for."""
+
+
+class Told(BaseModel):
+    """What went wrong, in OpenAI's words."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """The body of every answer that is none."""
+
+    error: Told
+
+
+CAUSES: dict[int | str, str] = {
+    400: "the request is at fault: `param` names the field",
+    401: "no valid API key",
+    404: "no such model, file or batch",
+    413: "larger than a limit",
+    422: "not possible with this model",
+    429: "too many requests: `Retry-After` says when again",
+    503: "no worker or no queue: `Retry-After` says when again",
+    504: "not answered in time",
+    "4XX": "anything else that is the request's fault",
+    "5XX": "anything else that is ours",
+}
+DOCUMENTED: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorBody, "description": cause} for status, cause in CAUSES.items()
+}
+"""For the OpenAPI page."""
 
 
 class ApiError(DllmError, HTTPException):
