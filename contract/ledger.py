@@ -28,9 +28,12 @@ from redis import Redis, WatchError
 from redis.client import Pipeline
 from redis.lock import Lock
 
+from contract.columns import Columns
 from contract.hours import Hours
 from contract.jobs import Priority
 from contract.sampling import SamplingParams
+
+Kind = Literal["txt", "jsonl", "csv", "parquet"]
 
 PREFIX = "dllm"
 LOCK_S = 30.0
@@ -58,8 +61,10 @@ class Mark(StrEnum):
 class BatchSpec(BaseModel):
     """What was asked for; written once, at creation.
 
-    `source` is the file's name as the user knows it; `output` the stem of the published files, owned by this batch
-    alone; `params` what rows get that do not say otherwise; `hours` when it may run, None for always.
+    `source` is the file's name as the user knows it; `output` the stem of the published files, with the folder below
+    `batch_outputs/` in which they will lie, owned by this batch alone; `params` what rows get that do not say
+    otherwise; `hours` when it may run, None for always. `packed` says that the source is a `.gz`, `params_line` that
+    its first line tells parameters and is no prompt.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -67,8 +72,11 @@ class BatchSpec(BaseModel):
     batch: str
     source: str
     output: str
-    kind: Literal["txt", "jsonl"]
+    kind: Kind
+    packed: bool = False
     txt_mode: Literal["lines", "file"] = "lines"
+    params_line: bool = False
+    columns: Columns = Columns()
     model: str
     priority: Priority
     params: SamplingParams

@@ -77,6 +77,15 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def make(folder: Path) -> Path:
+    """Make `folder` and those above it that are missing, to survive a power cut; returns it."""
+    if not folder.is_dir():
+        make(folder.parent)
+        folder.mkdir(exist_ok=True)
+        fsync_folder(folder.parent)
+    return folder
+
+
 def publish(finished: Path, target: Path) -> None:
     """Put `finished` (closed, same file system) at `target` in one step: readers see all of it or nothing."""
     with finished.open("rb") as stream:

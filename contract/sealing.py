@@ -76,7 +76,7 @@ def seal(batch: str, ledger: Ledger, folders: Folders) -> bool:
             return False
         try:
             _publish(record, ledger, folders, lease)
-            _put_source_away(folders.claimed / batch, folders.processed)
+            _put_source_away(folders.claimed / batch, folders.processed / Path(record.spec.output).parent)
             lease.hold()
             ledger.close(batch)
         except _LeaseLost:
@@ -184,6 +184,7 @@ def _publish(record: Batch, ledger: Ledger, folders: Folders, lease: _Lease) -> 
                 text.write(_readable(json.loads(row), whole_file=spec.txt_mode == "file"))
         any_failed = failures.tell() > 0
     lease.hold()
+    paths.make(_outputs_file(record, folders).parent)
     if any_failed:
         paths.publish(parts[1], _errors_file(record, folders))
     else:

@@ -1,8 +1,9 @@
 """Taking a source file for a batch: `.claimed/{batch}/` holds the file and `batch.json`, what was asked for.
 
 First act of a prompt's life. The order makes every instant safe: name reserved, manifest written, file renamed into
-the folder, batch recorded in the ledger. Whoever finds a folder in which the last steps are missing does them, also
-when Redis has lost everything. Knows no lines and no prompts; never overwrites or deletes a source.
+the folder, batch recorded in the ledger; parameters beside the file are linked into the folder before it and unlinked
+after it. Whoever finds a folder in which the last steps are missing does them, also when Redis has lost everything.
+Knows no lines and no prompts; never overwrites or deletes a source.
 """
 
 from __future__ import annotations
@@ -14,25 +15,30 @@ import shutil
 import stat
 import time
 import unicodedata
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from pydantic import ValidationError
 
 from contract import claimed, logs
 from contract.claimed import MANIFEST, idle_s
-from contract.errors import DllmError, UsageError
+from contract.columns import Columns, pieces
+from contract.errors import DllmError, SettingsError, UsageError
 from contract.hours import Hours
 from contract.ledger import Batch, BatchSpec, BatchState, Ledger
 from contract.paths import Folders, publish
 from contract.settings import ProducerSettings
+from producer import kinds
 from producer.notices import Notices
 
 PARTIAL = ".copy.part"
-KINDS: dict[str, Literal["txt", "jsonl"]] = {".txt": "txt", ".jsonl": "jsonl"}
+SPOOL = ".stdin-"
+HERE = Path()
 LONGEST_SLUG = 40
 LONGEST_OUTPUT = 200
 ABANDONED_S = 60.0
+SPOOL_KEPT_S = 86_400.0
 
 
 class Look(NamedTuple):
@@ -62,19 +68,32 @@ class Claims:
         self.folders: Folders = settings.folders
         self.ledger = ledger
         self._notices = Notices()
+        self._columns = columns(settings)
 
     def source(self, spec: BatchSpec) -> Path:
         """Where the source of a batch lies while the batch runs."""
         return claimed.source(spec, self.folders)
 
-    def take(self, file: Path, look: Look, name: str | None = None) -> BatchSpec | None:
-        """Move a dropped file into a new batch; None when somebody else took it or `look` is not true any more."""
-        spec = self._plan(file, name)
+    def take(
+        self, file: Path, look: Look, name: str | None = None, source: str | None = None, below: Path = HERE
+    ) -> BatchSpec | None:
+        """Move a dropped file into a new batch; None when somebody else took it or `look` is not true any more.
+
+        The parameters that lie beside it come along, unless another file beside them needs them too. `source` is what
+        the file is called from then on, `below` the folder of its outputs. Raises UsageError when the parameters are
+        wrong; then nothing happened.
+        """
+        try:
+            spec = self._plan(file, name, source, below)
+        except FileNotFoundError:
+            return None
+        beside = kinds.params_beside(file)
         try:
             claimed.write_manifest(spec, self.folders)
             if Look.at(file) != look:
                 self._discard(spec)
                 return None
+            self._copy_params(beside, spec)
             os.rename(file, self.source(spec))
         except FileNotFoundError:
             self._discard(spec)
@@ -82,30 +101,55 @@ class Claims:
         except OSError:
             self._discard(spec)
             raise
+        if not _needed(beside):
+            beside.unlink(missing_ok=True)
         claimed.record(spec, self.ledger, self.folders)
         return spec
 
-    def snapshot(self, file: Path, name: str | None = None) -> BatchSpec:
+    def snapshot(self, file: Path, name: str | None = None, below: Path = HERE) -> BatchSpec:
         """Copy the user's own file into a new batch: what happens to the file afterwards does not matter.
 
-        Raises DllmError when the file changes while it is copied.
+        Raises DllmError when the file changes while it is copied, UsageError when parameters beside it are wrong.
         """
-        spec = self._plan(file, name)
+        before = os.stat(file)
+        spec = self._plan(file, name, None, below)
         target = self.source(spec)
         partial = target.with_name(PARTIAL)
-        before = os.stat(file)
         try:
             claimed.write_manifest(spec, self.folders)
             shutil.copyfile(file, partial)
             after = os.stat(file)
             if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
                 raise DllmError(f"{file} is being written: submit it when it is complete")
+            self._copy_params(kinds.params_beside(file), spec)
             publish(partial, target)
         except BaseException:
             partial.unlink(missing_ok=True)
             self._discard(spec)
             raise
         claimed.record(spec, self.ledger, self.folders)
+        return spec
+
+    def spool(self, chunks: Iterable[bytes], source: str, name: str | None = None) -> BatchSpec:
+        """Write what comes in as bytes to the disk, and make a batch of it, its file called `source`.
+
+        It lies hidden in the inbox until it is whole, so that no batch ever has a part of it.
+        """
+        inbox = self.folders.inputs
+        for left in inbox.glob(f"{SPOOL}*"):
+            if time.time() - left.lstat().st_mtime > SPOOL_KEPT_S:
+                left.unlink(missing_ok=True)
+        spool = inbox / f"{SPOOL}{secrets.token_hex(8)}{source[source.index('.') :]}"
+        try:
+            with spool.open("wb") as stream:
+                stream.writelines(chunks)
+                stream.flush()
+                os.fsync(stream.fileno())
+            spec = self.take(spool, Look.at(spool), name, source)
+        finally:
+            spool.unlink(missing_ok=True)
+        if spec is None:
+            raise DllmError(f"{spool} was changed by somebody else")
         return spec
 
     def pending(self) -> list[BatchSpec]:
@@ -124,6 +168,7 @@ class Claims:
         if not self.source(spec).exists():
             self._without_source(spec, batch)
             return None
+        self._finish_params(spec)
         if batch is None:
             return claimed.adopt(spec, self.ledger, self.folders)
         return spec if batch.state is BatchState.SUBMITTING else None
@@ -136,22 +181,28 @@ class Claims:
         elif (batch is None or batch.state is BatchState.DONE) and idle_s(self.source(spec).parent) > ABANDONED_S:
             self._discard(spec, keep_name=batch is not None)
 
-    def _plan(self, file: Path, name: str | None) -> BatchSpec:
-        stem = name or file.stem
-        batch = f"{slug(stem)}-{secrets.token_hex(4)}"
-        now = time.time()
-        return BatchSpec(
-            batch=batch,
-            source=file.name,
-            output=claimed.reserve_output(output_stem(stem), batch, self.ledger, self.folders),
-            kind=KINDS[file.suffix.lower()],
-            txt_mode=self.settings.txt_mode,
-            model=self.settings.queue_model,
-            priority=self.settings.priority,
-            params=self.settings.params,
-            created_at=now,
-            hours=Hours.of(self.settings.not_before, self.settings.window, now),
-        )
+    def _copy_params(self, beside: Path, spec: BatchSpec) -> None:
+        """Put a file's parameters into its claim: a second name where the file system has links, else a copy."""
+        if not beside.is_file():
+            return
+        target = self.source(spec).with_name(beside.name)
+        try:
+            os.link(beside, target)
+        except OSError:
+            shutil.copyfile(beside, target)
+
+    def _finish_params(self, spec: BatchSpec) -> None:
+        """A crash may have left the parameters of a taken file in the inbox, where they would be another's."""
+        for kept in self.source(spec).parent.glob(f"*{kinds.PARAMS}"):
+            beside = self.folders.inputs / Path(spec.output).parent / kept.name
+            if beside.exists() and beside.samefile(kept) and not _needed(beside):
+                beside.unlink()
+
+    def _plan(self, file: Path, name: str | None, source: str | None = None, below: Path = HERE) -> BatchSpec:
+        spec = planned(file, self.settings, self._columns, name, source)
+        wanted = str(mirrored(below) / spec.output)
+        output = claimed.reserve_output(wanted, spec.batch, self.ledger, self.folders)
+        return spec.model_copy(update={"output": output})
 
     def _read_manifest(self, folder: Path) -> BatchSpec | None:
         try:
@@ -170,6 +221,56 @@ class Claims:
         _remove(self.folders.claimed / spec.batch)
         if not keep_name:
             claimed.release_output(spec, self.ledger)
+
+
+def planned(
+    file: Path, settings: ProducerSettings, columns: Columns, name: str | None = None, source: str | None = None
+) -> BatchSpec:
+    """The batch that `file` would be, its output name not reserved. Raises UsageError for its parameters."""
+    kind = kinds.of(file.name)
+    assert kind is not None
+    params, params_line = kinds.own_params(file, settings.params)
+    stem = name or (kind.stem if source is None else source[: source.index(".")])
+    now = time.time()
+    return BatchSpec(
+        batch=f"{slug(stem)}-{secrets.token_hex(4)}",
+        source=source or file.name,
+        output=output_stem(stem),
+        kind=kind.kind,
+        packed=kind.packed,
+        txt_mode=settings.txt_mode,
+        params_line=params_line,
+        columns=columns,
+        model=settings.queue_model,
+        priority=settings.priority,
+        params=params,
+        created_at=now,
+        hours=Hours.of(settings.not_before, settings.window, now),
+    )
+
+
+def columns(settings: ProducerSettings) -> Columns:
+    """Where rows hold what, as the settings say, the template read. Raises SettingsError."""
+    return Columns(
+        prompt=settings.prompt_column,
+        messages=settings.messages_column,
+        id=settings.id_column,
+        delimiter=settings.csv_delimiter,
+        template=None if settings.template is None else _template(settings),
+    )
+
+
+def _template(settings: ProducerSettings) -> str:
+    """The template's text without the line feed at its end; from the current folder, else from the root."""
+    assert settings.template is not None
+    file = settings.template if settings.template.exists() else settings.folders.root / settings.template
+    try:
+        text = file.read_text(encoding="utf-8-sig").removesuffix("\n")
+        pieces(text)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise SettingsError(f"template {settings.template}: {why}") from None
+    return text
 
 
 def is_utf8(name: str) -> bool:
@@ -191,15 +292,30 @@ def output_stem(stem: str) -> str:
     return re.sub(r"\.(errors)$", r"-\1", short, flags=re.IGNORECASE) or "batch"
 
 
+def mirrored(below: Path) -> Path:
+    """`below` as a folder of outputs: it cannot have the name of a file of outputs."""
+    return Path(*(re.sub(r"\.(jsonl|txt|csv|parquet|json)$", r"_\1", part, flags=re.I) for part in below.parts))
+
+
 def slug(stem: str) -> str:
     """`stem` in the letters that batch ids may have: A-Z, a-z, 0-9, dash and underscore."""
     plain = unicodedata.normalize("NFKD", stem).encode("ascii", "ignore").decode()
     return re.sub(r"[^A-Za-z0-9_]+", "-", plain)[:LONGEST_SLUG].strip("-") or "batch"
 
 
+def _needed(params: Path) -> bool:
+    """Is there a file, still or again, that these parameters are for?"""
+    try:
+        names = os.listdir(params.parent) if params.exists() else []
+    except FileNotFoundError:
+        return False
+    return any(kinds.of(name) is not None and kinds.params_beside(params.with_name(name)) == params for name in names)
+
+
 def _remove(folder: Path) -> None:
     """Remove a claim's own files; a folder that holds anything else stays."""
-    for name in (MANIFEST, f".{MANIFEST}.part", PARTIAL):
+    params = [entry.name for entry in folder.glob(f"*{kinds.PARAMS}")]  # the originals are where they were
+    for name in (MANIFEST, f".{MANIFEST}.part", PARTIAL, *params):
         (folder / name).unlink(missing_ok=True)
     try:
         folder.rmdir()

@@ -11,8 +11,9 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -30,9 +31,10 @@ from contract.ledger import Batch, BatchSpec, BatchState, Cursor, Ledger
 from contract.paths import Folders
 from contract.sampling import parse_params
 from contract.settings import ProducerSettings, read
-from producer import display, report
-from producer.claims import KINDS, Claims, Look, checked_name, is_utf8
+from producer import display, preview, report, sources
+from producer.claims import Claims, Look, checked_name, columns, planned
 from producer.doctor import examine
+from producer.sources import STDIN
 from producer.submitter import OUTAGES, Progress, pause_after, submit, wait
 from producer.watcher import Watcher
 
@@ -74,7 +76,7 @@ def watch(
     redis_url: RedisUrl = None,
     debug: Debug = False,
 ) -> None:
-    """Watch batch_inputs/ and submit every .txt and .jsonl file that is put there."""
+    """Watch batch_inputs/ and submit every .txt, .jsonl, .csv and .parquet file that is put there."""
     with _errors(debug), Stop() as stop:
         session = Session.open({"root": root, "redis_url": redis_url}, quiet=False)
         watcher = Watcher(session.settings, session.ledger, stop)
@@ -88,7 +90,10 @@ def watch(
 
 @app.command("submit")
 def submit_command(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help=".txt or .jsonl files")],
+    words: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE...", help=".txt, .jsonl, .csv, .parquet, .gz, folders, patterns; - reads stdin"),
+    ],
     name: Annotated[str | None, typer.Option("--name", help="Name of the output files [that of FILE]")] = None,
     priority: Annotated[str | None, typer.Option("--priority", help="high, normal or low")] = None,
     model: Annotated[str | None, typer.Option("--model", help="Name under models/, or path of a checkpoint")] = None,
@@ -99,6 +104,18 @@ def submit_command(
         str | None, typer.Option("--window", help="Run at these hours of the day only, such as 22:00-06:00")
     ] = None,
     wait_: Annotated[bool, typer.Option("--wait", help="Wait until the outputs are published")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Read all, submit nothing, say what is there")] = False,
+    recursive: Annotated[
+        bool | None, typer.Option("--recursive", help="Of a folder, take those below it too, outputs in the same ones")
+    ] = None,
+    input_format: Annotated[
+        str, typer.Option("--input-format", help="What stdin is: txt, jsonl, csv, parquet, txt.gz, jsonl.gz, csv.gz")
+    ] = "jsonl",
+    prompt_column: Annotated[str | None, typer.Option(help="Column that holds the prompt [prompt]")] = None,
+    messages_column: Annotated[str | None, typer.Option(help="Column that holds the messages [messages]")] = None,
+    id_column: Annotated[str | None, typer.Option(help="Column that holds the id [id, custom_id]")] = None,
+    csv_delimiter: Annotated[str | None, typer.Option(help="Between the values of a .csv; tab for a tab [,]")] = None,
+    template: Annotated[Path | None, typer.Option(help="File with the prompt's text and its {column} fields")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Longest output")] = None,
     denoise_steps: Annotated[int | None, typer.Option(help="Denoise steps, for rule fixed_steps")] = None,
     rule: Annotated[str | None, typer.Option(help="Acceptance rule")] = None,
@@ -144,12 +161,26 @@ def submit_command(
         "truncate": truncate,
         "timeout_s": timeout_s,
     }
+    flags = {"root": root, "redis_url": redis_url, "model": model, "priority": priority}
+    flags |= {"not_before": not_before, "window": window, "prompt_column": prompt_column, "id_column": id_column}
+    flags |= {"messages_column": messages_column, "csv_delimiter": csv_delimiter, "template": template}
+    flags |= {"recursive": recursive}
     with _errors(debug), Stop() as stop:
-        _check_inputs(files, name, priority)
-        flags = {"root": root, "redis_url": redis_url, "model": model, "priority": priority}
-        flags |= {"not_before": not_before, "window": window}
-        session = Session.open(flags, quiet=True, sampling=sampling)
-        specs = [spec for file in files if not stop() and (spec := _submit_file(file, name, session, stop))]
+        if name is not None:
+            checked_name(name)
+        if priority is not None and priority not in PRIORITIES:
+            raise UsageError(f"--priority must be one of {', '.join(PRIORITIES)}{nearest(priority, PRIORITIES)}")
+        settings = _settings(flags, sampling)
+        files = _checked_inputs(words, settings.recursive, name)
+        piped = sources.stdin_name(name, input_format)
+        if dry_run:
+            _rehearse(files, piped, settings, stop)
+            return
+        session = Session.open(settings, quiet=True)
+        specs = []
+        for file, below in files.items():
+            if not stop() and (spec := _submit_file(file, piped, name, below, session, stop)):
+                specs.append(spec)
         session.tell_if_no_worker()
         if wait_:
             _wait_for(specs, session, stop)
@@ -373,14 +404,9 @@ class Session:
     _told: bool = False
 
     @staticmethod
-    def open(flags: dict[str, Any], quiet: bool = True, sampling: dict[str, Any] | None = None) -> Session:
-        """Raises DllmError when a setting is wrong or Redis is not to be had."""
-        settings = read(ProducerSettings, flags)
-        try:
-            params = parse_params(sampling or {}, settings.params)
-        except BadPrompt as error:
-            raise UsageError(str(error)) from None
-        settings = settings.model_copy(update={"params": params})
+    def open(given: dict[str, Any] | ProducerSettings, quiet: bool = True) -> Session:
+        """From settings, or from flags for them. Raises DllmError when one is wrong or Redis is not to be had."""
+        settings = read(ProducerSettings, given) if isinstance(given, dict) else given
         settings.folders.create()
         logs.set_up(settings.folders.logs, "producer", settings.log_level, settings.log_max_mb, quiet)
         return Session(settings, Ledger(server.open_redis(settings)))
@@ -400,36 +426,63 @@ class Session:
         display.say(f"no worker for model '{model}' is alive: start one with `{command}`")
 
 
-def _check_inputs(files: list[Path], name: str | None, priority: str | None) -> None:
+def _settings(flags: dict[str, Any], sampling: dict[str, Any]) -> ProducerSettings:
+    """The settings, the command's sampling parameters laid over the configured ones. Raises UsageError."""
+    settings = read(ProducerSettings, flags)
+    try:
+        params = parse_params(sampling, settings.params)
+    except BadPrompt as error:
+        raise UsageError(str(error)) from None
+    columns(settings)  # a template that cannot be read is told before anything else is done
+    return settings.model_copy(update={"params": params})
+
+
+def _checked_inputs(words: list[Path], recursive: bool, name: str | None) -> dict[Path, Path]:
     """Refuse the whole command before anything is submitted, rather than half of it after."""
-    if name is not None:
-        checked_name(name)
-        if len(files) > 1:
-            raise UsageError("--name goes with one FILE")
-    if priority is not None and priority not in PRIORITIES:
-        raise UsageError(f"--priority must be one of {', '.join(PRIORITIES)}{nearest(priority, PRIORITIES)}")
+    files = sources.find(words, recursive)
+    if name is not None and len(files) > 1:
+        raise UsageError("--name goes with one FILE")
+    return files
+
+
+def _rehearse(files: Iterable[Path], piped: str, settings: ProducerSettings, stop: Stop) -> None:
+    """Tell what each file would come to. Exits 1 if any row could not run."""
+    found = []
     for file in files:
-        if not file.exists():
-            raise UsageError(f"{file}: no such file")
-        if not file.is_file():
-            raise UsageError(f"{file}: not a file; name the files in it" if file.is_dir() else f"{file}: not a file")
-        if file.suffix.lower() not in KINDS:
-            raise UsageError(f"{file}: unknown kind of file; rename it to end in {' or '.join(KINDS)}")
-        if not os.access(file, os.R_OK):
-            raise UsageError(f"{file}: no permission to read it")
-        if not is_utf8(file.name):
-            raise UsageError(f"{file}: its name is not UTF-8; rename it")
+        with contextlib.ExitStack() as stack:
+            if file == STDIN:
+                spool = stack.enter_context(tempfile.NamedTemporaryFile(suffix=piped[piped.index(".") :]))
+                spool.writelines(sources.stdin(stop))
+                spool.flush()
+                file = Path(spool.name)
+                spec = planned(file, settings, columns(settings), source=piped)
+            else:
+                spec = planned(file, settings, columns(settings))
+            found.append(preview.preview(file, spec, settings, stop))
+        display.preview(found[-1])
+    if stop():
+        raise typer.Exit(INTERRUPTED)
+    display.estimate(found, preview.last_throughput(settings.folders.logs, settings.queue_model), settings.queue_model)
+    if any(one.errors for one in found):
+        raise typer.Exit(1)
 
 
-def _submit_file(file: Path, name: str | None, session: Session, stop: Stop) -> BatchSpec | None:
+def _submit_file(
+    file: Path, piped: str, name: str | None, below: Path, session: Session, stop: Stop
+) -> BatchSpec | None:
+    """Claim and submit a file; `piped` is what standard input is called."""
     claims = Claims(session.settings, session.ledger)
-    spec = _claim(file, name, session, claims)
+    if file == STDIN:
+        spec = claims.spool(sources.stdin(stop), piped, name)
+    else:
+        spec = _claim(file, name, below, session, claims)
     display.answer(spec.batch)
     if spec.hours and (opens := closed_until(session.ledger.redis, [spec.hours])[0]):
         display.say(f"{spec.batch} waits until {display.moment(opens)}")
-    size = claims.source(spec).stat().st_size
+    packed = spec.packed or spec.kind == "parquet"  # the cursor counts what is in it
+    size = None if packed else claims.source(spec).stat().st_size
     with display.reading_bar() as bar:
-        meter = _Meter(bar, file.name, size, session)
+        meter = _Meter(bar, spec.source, size, session)
         complete = submit(spec, session.ledger, session.settings, meter.show, stop)
     if not complete:
         display.say(f"stopped at row {session.ledger.cursor(spec.batch).index}: `producer watch` goes on from there")
@@ -437,11 +490,13 @@ def _submit_file(file: Path, name: str | None, session: Session, stop: Stop) -> 
     return spec
 
 
-def _claim(file: Path, name: str | None, session: Session, claims: Claims) -> BatchSpec:
-    if file.is_symlink() or file.parent.resolve() != session.folders.inputs.resolve():
-        return claims.snapshot(file, name)
+def _claim(file: Path, name: str | None, below: Path, session: Session, claims: Claims) -> BatchSpec:
+    inbox, parent = session.folders.inputs.resolve(), file.parent.resolve()
+    watched = parent == inbox or (session.settings.recursive and inbox in parent.parents)
+    if file.is_symlink() or not watched:
+        return claims.snapshot(file, name, below)
     # Left in the inbox it would be submitted a second time by whoever watches it.
-    spec = claims.take(file, Look.at(file), name)
+    spec = claims.take(file, Look.at(file), name, below=parent.relative_to(inbox))
     if spec is None:
         raise DllmError(f"{file} was taken by a running `producer watch`")
     return spec
@@ -450,12 +505,12 @@ def _claim(file: Path, name: str | None, session: Session, claims: Claims) -> Ba
 class _Meter:
     """Draws how far a file has been read."""
 
-    def __init__(self, bar: Bar, name: str, size: int, session: Session) -> None:
+    def __init__(self, bar: Bar, name: str, size: int | None, session: Session) -> None:
         self._bar = bar
         self._session = session
         self._name = display.short(name, 32)
         self._start = time.monotonic()
-        self._task = bar.add_task(self._name, total=max(1, size), rows="")
+        self._task = bar.add_task(self._name, total=size and max(1, size), rows="")
 
     def show(self, cursor: Cursor, progress: Progress) -> None:
         rate = cursor.index / max(1e-3, time.monotonic() - self._start)

@@ -162,8 +162,8 @@ def make_text(path: Path) -> None:
     ("name", "make", "says"),
     [
         ("missing.jsonl", make_nothing, "missing.jsonl: no such file"),
-        ("folder.jsonl", Path.mkdir, "not a file; name the files in it"),
-        ("table.csv", make_text, "rename it to end in .txt or .jsonl"),
+        ("folder.jsonl", Path.mkdir, "no .txt, .jsonl, .csv and .parquet files in it"),
+        ("table.xlsx", make_text, "rename it to end in .txt, .jsonl"),
         ("suffixless", make_text, "unknown kind of file"),
         ("pipe.txt", os.mkfifo, "not a file"),
         ("caf\udce9.txt", make_text, r"caf\udce9.txt: its name is not UTF-8; rename it"),
