@@ -9,7 +9,7 @@ Every measurement is a process of its own, and its peak memory is that process's
 row, for no worker takes any. Exits 1 if parsing or submitting took more than PEAK_MB.
 """
 
-# ruff: noqa: E402
+# ruff: noqa: E402, T201
 from __future__ import annotations
 
 import os.path

@@ -161,7 +161,7 @@ def submit_command(
         "truncate": truncate,
         "timeout_s": timeout_s,
     }
-    flags = {"root": root, "redis_url": redis_url, "model": model, "priority": priority}
+    flags: dict[str, Any] = {"root": root, "redis_url": redis_url, "model": model, "priority": priority}
     flags |= {"not_before": not_before, "window": window, "prompt_column": prompt_column, "id_column": id_column}
     flags |= {"messages_column": messages_column, "csv_delimiter": csv_delimiter, "template": template}
     flags |= {"recursive": recursive}

@@ -201,7 +201,7 @@ def test_a_random_csv_is_read_as_it_was_written_from_any_cursor(parsed: ReadAt, 
     chance = random.Random(seed)
     values = ["".join(chance.choices('ab,"\n\r ü', k=chance.randint(1, 12))) + "x" for _ in range(40)]
     sink = io.StringIO(newline="")
-    writer = standard.writer(sink, lineterminator=chance.choice(["\n", "\r\n"]))
+    writer = standard.writer(sink, quoting=standard.QUOTE_ALL, lineterminator=chance.choice(["\n", "\r\n"]))
     writer.writerow(["prompt", "note"])
     writer.writerows([value, value] for value in values)
     whole = same_from_every_cursor(parsed, sink.getvalue().encode(), 1 << 16, {"kind": "csv"})

@@ -204,7 +204,9 @@ def test_a_wrong_flag_is_wrong_usage(run: Run, file: Path, flags: list[str], say
 
 
 def test_one_name_does_not_go_with_two_files(run: Run, file: Path) -> None:
-    result = run("submit", file, file, "--name", "x")
+    other = file.with_name("other.txt")
+    other.write_text("one\n")
+    result = run("submit", file, other, "--name", "x")
     assert result.exit_code == 2
     assert "--name goes with one FILE" in result.stderr
 
