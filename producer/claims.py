@@ -43,6 +43,8 @@ ABANDONED_S = 60.0
 NOT_CONTENT = {"batch", "source", "output", "priority", "created_at", "hours", "prices", "content"}
 """What may differ between two batches that publish the same: the names, when they run, and what that costs."""
 SPOOL_KEPT_S = 86_400.0
+ID_BYTES = 6
+"""Random part of a batch's id, which must differ from those of all installations on the server."""
 
 
 class Look(NamedTuple):
@@ -127,7 +129,7 @@ class Claims:
         """A new batch that reads `file` as the batch of `spec` read it, with `spec`'s model and parameters."""
         kind, before = kinds.of(spec.source), Path(spec.output)
         assert kind is not None
-        batch = f"{slug(name or kind.stem)}-{secrets.token_hex(4)}"
+        batch = f"{slug(name or kind.stem)}-{secrets.token_hex(ID_BYTES)}"
         output = str(before.parent / output_stem(name or before.name))
         changes = {
             "batch": batch,
@@ -314,7 +316,7 @@ def planned(
     stem = name or (kind.stem if source is None else source[: source.index(".")])
     now = time.time()
     return BatchSpec(
-        batch=f"{slug(stem)}-{secrets.token_hex(4)}",
+        batch=f"{slug(stem)}-{secrets.token_hex(ID_BYTES)}",
         source=source or file.name,
         output=output_stem(stem),
         kind=kind.kind,

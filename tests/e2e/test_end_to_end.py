@@ -174,7 +174,8 @@ def test_workers_stop_when_their_supervisor_is_killed(system: System, wait_until
     wait_until(lambda: len(queues.workers(ledger.redis)) == 2, START_S)
     supervisor.kill()
     wait_until(lambda: not queues.workers(ledger.redis), START_S)
-    assert [event["event"] for event in system.log("worker-box-*.jsonl")].count("worker_stopped") == 2
+    # Each says so last of all.
+    wait_until(lambda: [event["event"] for event in system.log("worker-box-*.jsonl")].count("worker_stopped") == 2)
 
 
 def test_burst_on_several_devices_ends_when_no_work_is_left(system: System) -> None:
