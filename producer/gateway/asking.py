@@ -14,6 +14,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, model_validator
 
 from contract import rows
+from contract.columns import PROMPTS
 from contract.errors import BadPrompt
 from contract.interactive import new_request
 from contract.jobs import Message, Prompt, PromptJob
@@ -124,7 +125,7 @@ def text_of(prompt: Prompt) -> str | None:
 
 
 def _prompt(given: dict[str, Any]) -> Prompt:
-    named = next((name for name in rows.PROMPTS if given.get(name) is not None), rows.PROMPTS[0])
+    named = next((name for name in PROMPTS if given.get(name) is not None), PROMPTS[0])
     try:
         return rows.prompt(given)
     except BadPrompt as error:
