@@ -80,6 +80,11 @@ class Engine:
         """Rows that run together at most, apart from what is there for urgent ones."""
         return self.scheduler.max_rows
 
+    @property
+    def most_rows(self) -> int:
+        """Rows that run together at most, urgent ones included."""
+        return self.scheduler.ceiling
+
     def room(self, urgent: bool = False) -> int:
         """How many more rows would run at once; the places that only urgent rows may take do not count for others."""
         return self.scheduler.room(urgent)

@@ -73,6 +73,11 @@ class CanvasEngine:
         """Rows that run together at most, apart from what is there for urgent ones."""
         return self.places.max_rows
 
+    @property
+    def most_rows(self) -> int:
+        """Rows that run together at most, urgent ones included."""
+        return self.places.ceiling
+
     def room(self, urgent: bool = False) -> int:
         """How many more rows would run at once; the places that only urgent rows may take do not count for others."""
         return self.places.room(urgent)
