@@ -88,8 +88,11 @@ class SleepingEngine:
     def add(self, request: Request) -> None:
         self._rows.append(request)
 
-    def room(self) -> int:
+    def room(self, urgent: bool = False) -> int:
         return self.max_rows - len(self._rows)
+
+    def in_the_way(self) -> None:
+        return None
 
     def active(self) -> list[Any]:
         return [row.id for row in self._rows]
@@ -116,7 +119,7 @@ class SleepingModel:
         self.engine = SleepingEngine(max_rows, step_s)
         self.tokenizer = SimpleNamespace(decode=lambda token_ids: "")
 
-    def request(self, name: str, prompt: Prompt, params: SamplingParams) -> Request:
+    def request(self, name: str, prompt: Prompt, params: SamplingParams, urgent: bool = False) -> Request:
         return Request(name, (1,), params)
 
     def peak_memory_mb(self) -> int:

@@ -37,7 +37,7 @@ from rq.serializers import JSONSerializer
 from rq.worker_registration import WORKERS_BY_QUEUE_KEY
 
 from contract.jobs import PromptJob
-from contract.names import Names
+from contract.names import Connection, Names
 from contract.queues import common_fields, lives, newest_life, payload
 
 INTERACTIVE_PREFIX = "chat-"
@@ -112,7 +112,7 @@ def bell(names: Names, model: str) -> str:
 
 def fields_of(reply: Reply) -> dict[str, str | int]:
     """A reply as it stands in a stream."""
-    data = json.dumps(reply.data, ensure_ascii=False)
+    data = json.dumps(reply.data)
     return {"request": reply.request, "choice": reply.choice, "kind": reply.kind, "data": data}
 
 
@@ -143,6 +143,15 @@ async def withdraw(redis: Redis, names: Names, model: str, batch: str, count: in
     await _eval(redis, _WITHDRAW, keys, [batch, count, KEPT_S, MOST_RINGS, *_patterns(redis)])
 
 
+def ring(redis: Connection, model: str) -> None:
+    """A worker's side: requests lie in the queue again, for whoever has room."""
+    key = bell(redis.names, model)
+    with redis.pipeline(transaction=True) as pipe:
+        pipe.xadd(key, {"asked": 1}, maxlen=MOST_RINGS, approximate=True)
+        pipe.expire(key, KEPT_S)
+        pipe.execute()
+
+
 async def replies(redis: Redis, names: Names, service_id: str) -> AsyncIterator[Reply]:
     """The service's replies as they come, for ever; while it is read, the service counts as alive.
 
@@ -159,7 +168,7 @@ async def replies(redis: Redis, names: Names, service_id: str) -> AsyncIterator[
             signed = -SIGN_S
             await asyncio.sleep(PAUSE_S)
             continue
-        for entry, fields in _entries(found):
+        for entry, fields in entries(found):
             last = entry
             if reply := _reply(fields):
                 yield reply
@@ -206,8 +215,8 @@ async def _eval(redis: Redis, script: str, keys: Sequence[str], words: Sequence[
     return await cast(Any, redis.eval(script, len(keys), *keys, *words))
 
 
-def _entries(found: Any) -> list[tuple[str, dict[str, str]]]:
-    """What XREAD found in one stream, with either protocol of redis-py."""
+def entries(found: Any) -> list[tuple[str, dict[str, str]]]:
+    """Ids and fields of what XREAD found in one stream, by either protocol."""
     streams = found.values() if isinstance(found, dict) else [entries for _, entries in found or ()]
     flat = [entry for entries in streams for entry in (entries[0] if isinstance(found, dict) else entries)]
     return [(_text(entry), {_text(name): _text(value) for name, value in fields.items()}) for entry, fields in flat]

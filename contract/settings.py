@@ -208,6 +208,9 @@ class WorkerSettings(Settings):
     )
     threads: int = Field(0, ge=0, description="CPU threads; 0: all cores, on a shared machine set fewer")
     max_rows: Count = Field(32, description="prompts denoised together")
+    interactive_rows: int = Field(
+        4, ge=0, description="so many rows over max_rows that only requests of `producer serve` use"
+    )
     max_step_tokens: Count = Field(2048, description="positions in one forward; longer prompts prefill in chunks")
     prefix_cache_mb: int = Field(
         256, ge=0, description="memory for beginnings that prompts share, such as a system prompt; 0: off"

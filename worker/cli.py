@@ -125,6 +125,7 @@ def _denoise(
 
     def vitals() -> dict[str, str | int | float]:
         standing = {"step": progress.steps, "rows": progress.rows, "peak_memory_mb": opened.peak_memory_mb()}
+        standing |= {"most_rows": opened.engine.most_rows}
         return {**opened.place(), **standing, "tokens_per_s": rate.of(progress.tokens, time.monotonic())}
 
     with (

@@ -8,6 +8,9 @@ Every change of a job's state is one Lua script or one transaction, and every on
 nothing when the row's execution has left RQ's started registry, because then somebody else has the row. Times are the
 server's, so the clocks of the workers' machines do not matter.
 
+Rows of requests (`contract.interactive`) go the same ways, but end by their reply, with nothing left of them. A bell
+tells at once of those that come and go; who misses it finds out at its next heartbeat.
+
 A job's way: queue list, or backlog of the batch whose turn it is -> (LMOVE) intermediate list -> started registry, in
 one script, so it is leased the moment it is popped. From there it is finished (mark, job deleted), retried (scheduled
 registry), failed (mark, failed registry) or given back (front of its queue). A row whose lease runs out returns to the
@@ -35,6 +38,7 @@ import socket
 import threading
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType, TracebackType
@@ -53,7 +57,7 @@ from rq.utils import now, utcformat
 from rq.worker import BaseWorker
 from rq.worker.base import WorkerStatus
 
-from contract import logs
+from contract import interactive, logs
 from contract.errors import BadPrompt, PromptError, PromptFailure, UsageError
 from contract.jobs import RETRIES, SCHEMA, ErrorCode, ErrorDetail, ErrorRow, PromptJob
 from contract.ledger import Ledger, Mark
@@ -64,7 +68,7 @@ from worker.evidence import Evidence, Vitals
 from worker.lanes import Lane
 from worker.reconciler import Reconciler
 from worker.restarts import first_line
-from worker.scripts import EMPTY, FAIL, FINISH, GIVE_BACK, RENEW, RETRY, START, TAKE
+from worker.scripts import ANSWER, EMPTY, FAIL, FINISH, GIVE_BACK, RENEW, RETRY, START, TAKE
 
 QUARANTINE = 3
 """Starts that never ended after which a prompt is not started again."""
@@ -73,6 +77,10 @@ SUSPECT = QUARANTINE - 1
 OUR_JOB = re.compile(r"([A-Za-z0-9_-]+)-([0-9]{1,9})", re.ASCII)
 """Batch and row index in a job's id. A batch names folders, so nothing else may pass."""
 POLL_S = 0.05
+BELL_MS = 5_000
+"""The longest wait for the bell in one call."""
+LATE = 1_000
+"""So many requests that were withdrawn lately are known, for rows that are just being taken."""
 AWAY = (RedisConnectionError, RedisTimeoutError, ReadOnlyError, OutOfMemoryError, NoScriptError)
 
 
@@ -108,6 +116,15 @@ class Taken:
     def index(self) -> int:
         return self.job.index
 
+    @property
+    def interactive(self) -> bool:
+        """Is it a choice of a request?"""
+        return self.lease.lane.interactive
+
+    @property
+    def reply_to(self) -> str | None:
+        return self.job.reply_to
+
 
 @dataclass(frozen=True)
 class Rejected:
@@ -120,6 +137,15 @@ class Rejected:
     lease: Lease = field(repr=False)
     payload: dict[str, Any] = field(default_factory=dict, repr=False)
     """What could be read of the job."""
+
+    @property
+    def interactive(self) -> bool:
+        return self.lease.lane.interactive
+
+    @property
+    def reply_to(self) -> str | None:
+        given = self.payload.get("reply_to")
+        return given if isinstance(given, str) else None
 
     def error_row(self, worker: str) -> ErrorRow:
         """The row to write before `fail`; line 0 and the index for an id where the job did not tell."""
@@ -173,9 +199,11 @@ class Intake:
             self._queues, name=registered, connection=redis, serializer=JSONSerializer, worker_ttl=1
         )
         self._empty_script = redis.register_script(EMPTY)
-        scripts = (TAKE, START, RENEW, FINISH, FAIL, RETRY, GIVE_BACK)
+        scripts = (TAKE, START, RENEW, FINISH, FAIL, RETRY, GIVE_BACK, ANSWER)
         self._take_script, self._start_script, self._renew_script, *endings = map(redis.register_script, scripts)
-        self._finish_script, self._fail_script, self._retry_script, self._give_back_script = endings
+        self._finish_script, self._fail_script, self._retry_script, self._give_back_script, self._answer_script = (
+            endings
+        )
         self._guard = threading.Lock()
         self._held: dict[str, Held] = {}
         self._lost: list[Taken] = []
@@ -184,6 +212,10 @@ class Intake:
         self._alone: Taken | None = None
         self._postponed: list[tuple[Sequence[Held], _Commands]] = []
         self._orders = 0
+        self._bell = threading.Event()
+        self._bell_key = interactive.bell(redis.names, settings.queue_model)
+        self._heard = ""
+        self._withdrawn: deque[str] = deque(maxlen=LATE)
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
 
@@ -193,6 +225,8 @@ class Intake:
         self._claim_name()
         self.evidence.begin(self._predecessor)
         self._beat()
+        self._heard = f"{int(self._ledger.now() * 1000)}-0"
+        threading.Thread(target=self._repeat, args=(self._listen, 0.0), name="bell", daemon=True).start()
         for name, action, interval in (
             ("heartbeat", self._beat, self._settings.lease_s / 3),
             ("reconciler", self.reconciler.run, self._settings.scan_s),
@@ -248,6 +282,8 @@ class Intake:
                 action()
                 failures = 0
             except Exception as error:  # noqa: BLE001 - leases must live on whatever maintenance runs into
+                if self._stopping.is_set():
+                    return
                 failures += 1
                 if _is_outage(error):
                     self._log.warning("Redis is away; trying again", reason=str(error))
@@ -258,21 +294,30 @@ class Intake:
 
     # Taking
 
-    def take(self, room: int, wait_s: float = 0.0) -> list[Taken]:
-        """Up to `room` prompts, the most urgent queue first; waits up to `wait_s` seconds for the first one.
+    def take(self, room: int, wait_s: float = 0.0, most: int | None = None) -> list[Taken]:
+        """Up to `room` prompts of batches, and up to `most` (`room`, unless given) with those of requests, the most
+        urgent queue first; waits up to `wait_s` seconds for the first one.
 
-        An idle worker that gets some lingers for more. Look at `rejected()` after every call.
+        An idle worker that gets some lingers for more, but not when somebody waits. Look at `rejected()` after every
+        call.
         """
+        most = room if most is None else most
         idle = not self._running()
         deadline = time.monotonic() + wait_s
-        rows = self._take_now(room)
+        rows = self._take_now(room, most)
         while not rows and not self._rejected and (left := deadline - time.monotonic()) > 0:
-            time.sleep(min(POLL_S, left))
-            rows = self._take_now(room)
-        if idle and rows and self._alone is None and len(rows) < room and self._settings.linger_ms:
+            if self._bell.wait(min(POLL_S, left)):
+                self._bell.clear()
+            rows = self._take_now(room, most)
+        lingers = idle and rows and self._alone is None and not any(row.interactive for row in rows)
+        if lingers and len(rows) < room and self._settings.linger_ms:
             time.sleep(self._settings.linger_ms / 1000)
-            rows += self._take_now(room - len(rows))
+            rows += self._take_now(room - len(rows), most - len(rows))
         return rows
+
+    def rung(self) -> bool:
+        """May a request be waiting? For those who have room for nothing else, and would else not look."""
+        return self._bell.is_set()
 
     def is_empty(self) -> bool:
         """Is there nothing left to do for this worker: nothing held, waiting, or scheduled for a retry?
@@ -293,7 +338,7 @@ class Intake:
         rejected, self._rejected = self._rejected, []
         return rejected
 
-    def _take_now(self, room: int) -> list[Taken]:
+    def _take_now(self, room: int, most: int) -> list[Taken]:
         """One look at the queues. A suspect waits, leased, until nothing else runs, and then runs alone."""
         self._flush()
         if self._postponed:
@@ -302,12 +347,12 @@ class Intake:
             return []
         self._alone = None
         self._parked = [row for row in self._parked if self._holds(row)]
-        if not self._parked and room > 0:
-            rows = self._pop(room)
+        if not self._parked and most > 0:
+            rows = self._pop(room, most)
             self._parked = [row for row in rows if row.suspect >= SUSPECT]
             if calm := [row for row in rows if row.suspect < SUSPECT]:
                 return calm
-        if self._parked and room > 0 and not self._running() and self._start_alone(self._parked[0]):
+        if self._parked and most > 0 and not self._running() and self._start_alone(self._parked[0]):
             self._alone = self._parked.pop(0)
             self._log.warning("runs alone: it ran through crashes", batch=self._alone.batch, index=self._alone.index)
             return [self._alone]
@@ -323,7 +368,8 @@ class Intake:
                 raise
             return False
 
-    def _pop(self, room: int) -> list[Taken]:
+    def _pop(self, room: int, most: int) -> list[Taken]:
+        self._bell.clear()  # before we look: whoever rings from now on is heard
         keys = [key for lane in self._lanes for key in lane.taking]
         patterns = [
             Job.key_for("%s"),
@@ -333,9 +379,9 @@ class Intake:
             self._ledger.key("%s"),
             self._ledger.key("%s", "backlog"),
         ]
-        fixed = [room, self._settings.lease_s, self.name, self._worker.executions_key, utcformat(now()), SUSPECT]
+        fixed = [room, most, self._settings.lease_s, self.name, self._worker.executions_key, utcformat(now()), SUSPECT]
         try:
-            found = self._take_script(keys=keys, args=[*fixed, *patterns, *(uuid4().hex for _ in range(room))])
+            found = self._take_script(keys=keys, args=[*fixed, *patterns, uuid4().hex])
         except RedisError as error:
             if not _is_outage(error):
                 raise
@@ -351,11 +397,21 @@ class Intake:
             else:
                 rows.append(row)
         self._hold([*rows, *over])
+        if len([row for row in rows if row.interactive]) == most:
+            self._bell.set()  # there may be more
+        rows = self._still_wanted(rows)
         self._end(over, lambda pipe, row: self._release(pipe, row, self._finish_script))
         for row in rows:
             if isinstance(row, Rejected):
                 self._refuse(row)
         return [row for row in rows if isinstance(row, Taken)]
+
+    def _still_wanted(self, rows: list[Held]) -> list[Held]:
+        """Without those that were withdrawn before we held them."""
+        late = [row for row in rows if row.interactive and row.batch in self._withdrawn]
+        self._let_go(late)
+        self._strike(late)
+        return [row for row in rows if row not in late] if late else rows
 
     def _note_crashes(self, found: Sequence[Sequence[Any]]) -> None:
         """The last start of a row that comes back from a crash was by the worker that its job names still."""
@@ -474,6 +530,38 @@ class Intake:
 
         return self._end([row], commands) == 1
 
+    def tell(self, messages: Sequence[tuple[str, Mapping[str, str | int]]]) -> bool:
+        """Put entries on services' streams that are still there; False when the server is away: then try again.
+
+        An entry may be there already by then.
+        """
+        try:
+            with self._redis.pipeline(transaction=False) as pipe:
+                for stream, fields in messages:
+                    most = interactive.MOST_REPLIES
+                    pipe.xadd(stream, dict(fields), maxlen=most, approximate=True, nomkstream=True)
+                pipe.execute()
+        except RedisError as error:
+            if not _is_outage(error):
+                raise
+            return False
+        return True
+
+    def answer(self, replies: Sequence[tuple[Held, Mapping[str, str | int]]]) -> int:
+        """Rows of requests have ended: send their last replies, and delete all there is of them, in one transaction.
+
+        Returns how many were still ours; the others are somebody else's by now, or withdrawn, and get no reply.
+        """
+        last = {row.lease.execution_id: reply for row, reply in replies}
+
+        def commands(pipe: Pipeline, row: Held) -> None:
+            self._forget_crashes(pipe, row)
+            words = [word for pair in last[row.lease.execution_id].items() for word in pair]
+            told = [interactive.MOST_REPLIES, *words] if row.reply_to else []
+            self._release(pipe, row, self._answer_script, row.reply_to or "", *told)
+
+        return self._end([row for row, _ in replies], commands)
+
     def give_back(self, taken: Sequence[Taken]) -> int:
         """Put rows back at the front of their queues in the order they stood there, as if never started."""
         return self._put_back(taken, started_counts=False)
@@ -487,7 +575,11 @@ class Intake:
             self._release(pipe, row, self._give_back_script, row.lease.lane.waiting, uncount)
 
         backwards = sorted(rows, key=lambda row: row.lease.order, reverse=True)  # each is put before the last
-        return self._end(backwards, commands)
+        given = self._end(backwards, commands)
+        if any(row.interactive for row in rows):
+            with contextlib.suppress(RedisError):
+                interactive.ring(self._redis, self._settings.queue_model)
+        return given
 
     def _forget_crashes(self, pipe: Pipeline, row: Held) -> None:
         if isinstance(row, Rejected) or row.suspect:
@@ -595,13 +687,42 @@ class Intake:
             self._renew_script(keys=keys, args=[self._settings.lease_s, *members], client=pipe)
             missing = {execution.decode() for execution in pipe.execute()[-1]}
         self._note_lost(missing)
+        self._bell.set()  # it may have been rung while we could not hear it
 
     def _note_lost(self, executions: set[str]) -> None:
-        with self._guard:
-            gone = [self._held.pop(execution) for execution in executions if execution in self._held]
-            self._lost += [row for row in gone if isinstance(row, Taken)]
+        gone = self._lose(lambda row: row.lease.execution_id in executions)
         for row in gone:
             self._log.warning("lease lost: the row is somebody else's, or cancelled", batch=row.batch, index=row.index)
+
+    def _lose(self, which: Callable[[Held], bool]) -> list[Held]:
+        with self._guard:
+            gone = [row for row in self._held.values() if which(row)]
+            for row in gone:
+                del self._held[row.lease.execution_id]
+            self._lost += [row for row in gone if isinstance(row, Taken)]
+        self._strike(gone)
+        return gone
+
+    def _strike(self, rows: Sequence[Held]) -> None:
+        """Take rows out of RQ's set of what we execute: whoever ended their leases did not know it."""
+        if rows:
+            with contextlib.suppress(RedisError):
+                self._redis.srem(self._worker.executions_key, *(row.lease.member for row in rows))
+
+    def _listen(self) -> None:
+        """Wait for the bell: something was asked, or withdrawn."""
+        found = self._redis.xread({self._bell_key: self._heard}, block=BELL_MS)
+        for entry, fields in interactive.entries(found):
+            self._heard = entry
+            if request := fields.get("withdrawn"):
+                self._note_withdrawn(request)
+            else:
+                self._bell.set()
+
+    def _note_withdrawn(self, request: str) -> None:
+        self._withdrawn.append(request)  # first: a row that is held later is looked up here
+        if gone := self._lose(lambda row: row.interactive and row.batch == request):
+            self._log.info("withdrawn", batch=request, rows=len(gone))
 
 
 _Commands = Callable[[Pipeline, Held], None]

@@ -21,6 +21,8 @@ class Lane:
     failed: str
     turns: str
     hours: str
+    interactive: bool
+    """Does somebody wait for its rows, a request each?"""
     seen: str
     """Since when ids stand in `intermediate`, by the looks of REPAIR."""
 
@@ -36,6 +38,7 @@ class Lane:
             failed=queue.failed_job_registry.key,
             turns=names.turns(queue.name),
             hours=names.hours(queue.name),
+            interactive=queue.name.endswith("-interactive"),
             seen=names.key("intermediate", queue.name),
         )
 

@@ -1,7 +1,8 @@
 """The worker's loop: take prompts while the engine has room, step, settle what ended.
 
 Rows enter and leave between any two denoise steps. Every prompt taken ends in exactly one of: an output row, an
-error row, a retry, or being given back. Nothing is settled with the queue before its row is safe on disk.
+error row, a retry, or being given back. Nothing is settled with the queue before its row is safe: on the disk, or, if
+it answers a request, in the same step. Requests are taken also when there is room for nothing else.
 """
 
 from __future__ import annotations
@@ -10,20 +11,23 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import structlog
 
 from contract.errors import PromptError, PromptFailure
-from contract.jobs import Completion, ErrorCode, ErrorDetail, ErrorRow, Row, Usage, shown
+from contract.jobs import Completion, ErrorCode, ErrorDetail, ErrorRow, Usage, shown
 from worker.engine import Finished
 from worker.intake import Intake, Rejected, Taken
 from worker.model import Model, applied_params
 from worker.outputs import Outputs
 from worker.progress import Progress
+from worker.replies import Replies
 from worker.restarts import poisons
+from worker.sinks import Ended, Files, Sink
 from worker.throughput import MicroBatch
+from worker.transcript import Answer, Transcript, answer
 
 IDLE_WAIT_S = 0.5
 DISK_WAIT_S = 0.5
@@ -31,20 +35,17 @@ DISK_WAIT_S = 0.5
 
 @dataclass(frozen=True)
 class Running:
-    """A prompt in the engine; `deadline` is on the monotonic clock, in seconds."""
+    """A prompt in the engine; `since` and `deadline` are on the monotonic clock, in seconds.
+
+    `transcript` is kept where somebody reads along, or a stop text may end the answer.
+    """
 
     taken: Taken
     micro_batch: MicroBatch
+    sink: Sink
+    since: float
     deadline: float
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A prompt whose row is known but not on the disk yet; `error` for those that have no answer."""
-
-    taken: Taken | Rejected
-    row: Row
-    error: PromptError | None = None
+    transcript: Transcript | None
 
 
 @dataclass
@@ -62,10 +63,16 @@ class Loop:
     apart: deque[list[Taken]] = field(default_factory=deque)
     """Groups of a failed step, each to run without the others until the culprit is alone."""
     unwritten: list[Ended] = field(default_factory=list)
+    files: Files = field(init=False)
+    replies: Replies = field(init=False)
     _stop: threading.Event = field(default_factory=threading.Event)
     _stop_now: threading.Event = field(default_factory=threading.Event)
     _micro_batch: MicroBatch | None = None
     _micro_batches: int = 0
+
+    def __post_init__(self) -> None:
+        self.files = Files(self.outputs, self.intake)
+        self.replies = Replies(self.intake)
 
     def run(self, burst: bool = False) -> None:
         """Work until stopped; whatever has not ended by then is given back to the front of its queue."""
@@ -88,18 +95,38 @@ class Loop:
     # One turn
 
     def take(self) -> None:
-        """Fill the engine's room. A disk that takes no rows ends the taking, until it does again."""
+        """Fill the engine's room. A disk that takes no rows ends the taking of batches, until it does again."""
         self._drop_lost()
         if self.unwritten:
+            self._take_urgent()
             if not self.running:
                 self._stop.wait(DISK_WAIT_S)
         elif self.apart:
             if not self.running:
                 self._admit(self.apart.popleft())
         elif room := self.model.engine.room():
-            self._admit(self.intake.take(room, wait_s=0.0 if self.running else IDLE_WAIT_S))
-            for rejected in self.intake.rejected():
-                self._give_up(rejected, rejected.error, rejected.error_row(self.intake.name))
+            self._take(room, IDLE_WAIT_S)
+        else:
+            self._take_urgent()
+        self._make_way()
+
+    def _take_urgent(self) -> None:
+        """There is no room for batches. Looks at the queue only when somebody rang."""
+        if self.intake.rung():
+            self._take(0)
+
+    def _take(self, room: int, idle_s: float = 0.0) -> None:
+        most = self.model.engine.room(urgent=True)
+        self._admit(self.intake.take(room, 0.0 if self.running else idle_s, most))
+        for rejected in self.intake.rejected():
+            self._give_up(rejected, rejected.error, rejected.error_row(self.intake.name))
+
+    def _make_way(self) -> None:
+        """Where memory has no room for a request, the youngest rows of batches go back, as if never started."""
+        while (job_id := self.model.engine.in_the_way()) is not None:
+            running = self._drop(str(job_id))
+            self.log.info("gives way to a request", batch=running.taken.batch, index=running.taken.index)
+            self.intake.give_back([running.taken])
 
     def step(self) -> None:
         """One denoise step of all rows; then those that did not end in time leave."""
@@ -119,26 +146,24 @@ class Loop:
             )
         for result in finished:
             self._finish(result)
+        self._read_along()
         self._end_overdue()
 
     def settle(self) -> None:
-        """Write the rows that ended, end their jobs, publish the batches that are complete."""
+        """Deliver the rows that ended and end their jobs, each to its sink; those that cannot be delivered wait."""
+        self.replies.flush()
         if not self.unwritten:
             return
-        try:
-            self.outputs.write([(ended.taken.batch, ended.row) for ended in self.unwritten])
-        except OSError as error:
-            self.log.error("outputs cannot be written; no more prompts are taken until they can", reason=str(error))
-            return
-        settled, self.unwritten = self.unwritten, []
-        answered = [ended.taken for ended in settled if isinstance(ended.taken, Taken) and not ended.error]
-        tokens = dict(_tokens(settled))
-        self.progress.finished += self.intake.finish(answered, tokens)
-        self.progress.tokens += sum(tokens.values())
-        for ended in settled:
-            if ended.error:
-                self.intake.fail(ended.taken, ended.error)
-        self.outputs.sealed_if_complete(ended.taken.batch for ended in settled)
+        ended, self.unwritten = self.unwritten, []
+        for sink in dict.fromkeys(one.sink for one in ended):
+            rows = [one for one in ended if one.sink is sink]
+            try:
+                self.progress.finished += sink.settle(rows)
+            except OSError as error:
+                self.log.error("outputs cannot be written; no more prompts are taken until they can", reason=str(error))
+                self.unwritten += rows
+            else:
+                self.progress.tokens += sum(one.tokens for one in rows)
 
     def wind_down(self) -> None:
         """Finish what the grace time allows, give back the rest."""
@@ -162,20 +187,50 @@ class Loop:
             job = taken.job
             micro_batch = self._open_micro_batch()
             micro_batch.admit(max(0.0, taken.taken_at - job.submitted_at))
-            deadline = time.monotonic() + (job.params.timeout_s or math.inf)
-            self.running[job.job_id] = Running(taken, micro_batch, deadline)
+            now = time.monotonic()
+            transcript = Transcript(self.model.tokenizer, job.params.stop) if job.stream or job.params.stop else None
+            running = Running(
+                taken, micro_batch, self._sink(taken), now, now + (job.params.timeout_s or math.inf), transcript
+            )
+            self.running[job.job_id] = running
             try:
-                self.model.engine.add(self.model.request(job.job_id, job.asked, job.params))
+                self.model.engine.add(self.model.request(job.job_id, job.asked, job.params, taken.interactive))
             except PromptError as error:
                 self._fail(self.running.pop(job.job_id), error)
+            else:
+                running.sink.started(taken)
 
-    def _finish(self, result: Finished) -> None:
+    def _sink(self, taken: Taken | Rejected) -> Sink:
+        return self.replies if taken.interactive else self.files
+
+    def _read_along(self) -> None:
+        """Rows with a transcript: what is final of them by now is told, and a stop text ends them."""
+        for job_id, running in [item for item in self.running.items() if item[1].transcript]:
+            transcript = running.transcript
+            assert transcript is not None
+            if not (more := self.model.engine.progress(job_id, len(transcript.token_ids))):
+                continue
+            transcript.take(more)
+            if transcript.stopped and (found := self._answer(running.taken, transcript.token_ids)).stopped:
+                self._finish(self.model.engine.cut(job_id, found.tokens), found)
+            else:
+                running.sink.progressed(running.taken, transcript, time.monotonic() - running.since)
+
+    def _answer(self, taken: Taken, token_ids: Sequence[int]) -> Answer:
+        return answer(self.model.tokenizer, token_ids, taken.job.params.stop)
+
+    def _finish(self, result: Finished, found: Answer | None = None) -> None:
+        """`found` is the answer of a row that a stop text ended; any other one's is looked for here."""
         running = self.running.pop(str(result.id))
         if result.error:
             self._fail(running, result.error)
             return
-        row = self._completion(running.taken, result)
-        self.unwritten.append(Ended(running.taken, row))
+        if found is None:
+            found = self._answer(running.taken, result.token_ids)
+            if found.stopped:
+                result = replace(result, token_ids=result.token_ids[: found.tokens], finish_reason="stop")
+        row = self._completion(running.taken, result, found.text)
+        self.unwritten.append(Ended(running.taken, row, running.sink))
         if self.log_prompts:
             self.log.info("answered", batch=running.taken.batch, index=row.index, prompt=row.prompt, output=row.output)
         self._record(running.micro_batch, result)
@@ -216,7 +271,7 @@ class Loop:
             attempt=row.error.attempts,
             exception=str(error),
         )
-        self.unwritten.append(Ended(taken, row, error))
+        self.unwritten.append(Ended(taken, row, self._sink(taken), error))
 
     def _part(self, error: Exception) -> None:
         """A step failed and may have one culprit among its rows: run each half without the other until it is alone.
@@ -245,23 +300,28 @@ class Loop:
     def _drop_lost(self) -> None:
         """Rows that somebody else has by now would only be dropped at the end."""
         for taken in self.intake.lost():
-            running = self.running.pop(taken.job.job_id, None)
-            if running is not None:
-                self.model.engine.remove(taken.job.job_id)
-                self._record(running.micro_batch, None)
+            if taken.job.job_id in self.running:
+                self._drop(taken.job.job_id)
 
-    def _completion(self, taken: Taken, result: Finished) -> Completion:
+    def _drop(self, job_id: str) -> Running:
+        """Take a row out that does not end here."""
+        running = self.running.pop(job_id)
+        self.model.engine.remove(job_id)
+        self._record(running.micro_batch, None)
+        return running
+
+    def _completion(self, taken: Taken, result: Finished, text: str) -> Completion:
         job = taken.job
         return Completion(
             index=job.index,
             id=job.id,
             prompt=shown(job.asked),
-            output=self.model.tokenizer.decode(result.token_ids),
+            output=text,
             finish_reason=result.finish_reason,
             notes=list(result.plan.notes),
             usage=Usage(prompt_tokens=result.prompt_tokens, completion_tokens=len(result.token_ids)),
             model=self.model.name,
-            params=applied_params(result) | job.params.model_dump(include={"timeout_s"}, exclude_none=True),
+            params=applied_params(result) | job.params.model_dump(include={"stop", "timeout_s"}, exclude_defaults=True),
             timing={
                 "queued_s": round(max(0.0, taken.taken_at - job.submitted_at), 3),
                 "denoise_s": round(result.seconds, 3),
@@ -293,10 +353,3 @@ class Loop:
             self._micro_batch = None
         record = micro_batch.record(self.model.engine.stats)
         self.log.info("batch_throughput", **record, peak_memory_mb=self.model.peak_memory_mb(), **self.model.place())
-
-
-def _tokens(settled: Sequence[Ended]) -> Iterator[tuple[str, int]]:
-    """The job ids of answered prompts, and how many tokens their answers have."""
-    for ended in settled:
-        if isinstance(ended.row, Completion) and isinstance(ended.taken, Taken):
-            yield ended.taken.job.job_id, ended.row.usage.completion_tokens

@@ -66,14 +66,14 @@ class Model:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak >> 20 if sys.platform == "darwin" else peak >> 10
 
-    def request(self, name: str, prompt: Prompt, params: SamplingParams) -> Request:
+    def request(self, name: str, prompt: Prompt, params: SamplingParams, urgent: bool = False) -> Request:
         """The engine's view of a prompt. Raises BadPrompt when it cannot be tokenised.
 
         A row that samples without a seed gets one from its name, so that running it again gives the same text.
         """
         if params.seed is None:
             params = params.model_copy(update={"seed": zlib.crc32(name.encode())})
-        return Request(name, self.tokenizer.encode(prompt), params)
+        return Request(name, self.tokenizer.encode(prompt), params, urgent)
 
 
 def model_folder(folders: Folders, model: str, allow_pickles: bool = False) -> Path:
@@ -116,7 +116,8 @@ def open_model(settings: WorkerSettings) -> Model:
         spec.end_of_answer,
         spec.tokenizer_home,
     )
-    engine = engine_of(loaded, settings.max_rows, settings.max_step_tokens, settings.prefix_cache_mb)
+    limits = (settings.max_rows, settings.max_step_tokens, settings.prefix_cache_mb)
+    engine = engine_of(loaded, *limits, urgent_rows=settings.interactive_rows)
     return Model(settings.queue_model, engine, tokenizer, loaded)
 
 

@@ -13,7 +13,7 @@ from rq.executions import Execution, ExecutionRegistry
 from rq.job import Job
 from rq.worker_registration import clean_worker_registry
 
-from contract import logs, sealing
+from contract import interactive, logs, sealing
 from contract.auditing import Auditor, Finding
 from contract.errors import DllmError
 from contract.ledger import Ledger
@@ -90,5 +90,7 @@ class Reconciler:
             due, expired, stranded = found
             if expired or stranded:
                 self._log.warning("put back jobs", queue=lane.name, of_dead_workers=expired, stranded=stranded)
+            if lane.interactive and (due or expired or stranded):
+                interactive.ring(self._redis, self._settings.queue_model)
             if max(due, expired) < CHUNK:
                 return

@@ -24,56 +24,86 @@ local function promote(scheduled, waiting, job_key, limit)
 end
 """
 
-# KEYS for each queue: waiting, intermediate, started, scheduled, turns, hours.
-# ARGV room, lease seconds, worker, its executions key, time as text, the most starts that are counted here; patterns of
-# the keys job, execution, executions, done, failed, cancelled, starts, batch, backlog; an execution id for each place.
+# KEYS for each queue, that of requests first: waiting, intermediate, started, scheduled, turns, hours.
+# ARGV room for rows of batches, room for all rows, lease seconds, worker, its executions key, time as text, the most
+# starts that are counted here; patterns of the keys job, execution, executions, done, failed, cancelled, starts, batch,
+# backlog; what the ids of these executions begin with.
 # Returns for each job: queue number, id, execution id, hash or false, whether it ended, starts with this one.
 # Should the script fail halfway, what it popped lies in the intermediate list and is found by REPAIR.
+# Jobs of requests that nobody waits for any more are deleted: their service is gone, or their time was over.
 TAKE = (
     CLOCK
     + PROMOTE
     + TURNS
     + """
-local room, lease, worker = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3]
-local taken = {}
-for q = 1, #KEYS, 6 do
-  local waiting, intermediate, started, turns, hours = KEYS[q], KEYS[q + 1], KEYS[q + 2], KEYS[q + 4], KEYS[q + 5]
-  promote(KEYS[q + 3], waiting, ARGV[7], 100)
-  look(turns, hours, ARGV[14], ARGV[15], 100)
-  while #taken < room do
+local room, most, lease, worker, our_executions, time, counted_here = unpack(ARGV, 1, 7)
+local job_key, execution_key, executions_key, done, failed, cancelled, starts_key, batch_key, backlog_key, name =
+  unpack(ARGV, 8, 17)
+room, most, lease, counted_here = tonumber(room), tonumber(most), tonumber(lease), tonumber(counted_here)
+local taken, of_batches = {}, 0
+
+local function abandoned(job)
+  local reply_to = redis.pcall('HGET', job, 'reply_to')
+  return type(reply_to) ~= 'string' or redis.call('EXISTS', reply_to) == 0
+end
+
+local function forget(id, job, intermediate)
+  local request, choice = string.match(id, '^(.+)%-(%d+)$')
+  if request then redis.call('HDEL', string.format(starts_key, request), choice) end
+  redis.call('DEL', job)
+  redis.call('LREM', intermediate, -1, id)
+end
+
+local function lease_out(q, id, job, intermediate, started)
+  local hash = redis.pcall('HGETALL', job)
+  if hash.err then hash = false end
+  local execution = name .. #taken
+  local member = id .. ':' .. execution
+  local record, executions = string.format(execution_key, id, execution), string.format(executions_key, id)
+  redis.call('ZADD', started, now + lease, member)
+  redis.call('HSET', record, 'id', execution, 'job_id', id, 'created_at', now, 'last_heartbeat', now,
+             'worker_name', worker)
+  redis.call('PEXPIRE', record, math.ceil(lease * 1000))
+  redis.call('ZADD', executions, now + lease + 60, execution)
+  redis.call('PEXPIRE', executions, math.ceil(lease * 1000) + 60000)
+  redis.call('SADD', our_executions, member)
+  redis.call('PEXPIRE', our_executions, math.ceil(lease * 1000) + 60000)
+  if hash and #hash > 0 then
+    redis.call('HSET', job, 'status', 'started', 'worker_name', worker, 'started_at', time, 'last_heartbeat', time)
+  end
+  local batch, index = string.match(id, '^(.+)%-(%d+)$')
+  local ended, starts = 0, 1
+  if batch and #index < 10 then
+    for _, mark in ipairs({done, failed, cancelled}) do
+      ended = ended + redis.call('GETBIT', string.format(mark, batch), index)
+    end
+    local counted = string.format(starts_key, batch)
+    starts = tonumber(redis.call('HGET', counted, index) or 0) + 1
+    if starts <= counted_here then redis.call('HINCRBY', counted, index, 1) end
+    local known = string.format(batch_key, batch)
+    if redis.call('HEXISTS', known, 'spec') == 1 then redis.call('HSETNX', known, 'started_at', now) end
+  end
+  taken[#taken + 1] = {q, id, execution, hash, ended, starts}
+  redis.call('LREM', intermediate, -1, id)
+end
+
+for q = 1, #KEYS / 6 do
+  local waiting, intermediate, started, scheduled, turns, hours = unpack(KEYS, 6 * q - 5, 6 * q)
+  local of_requests = q == 1
+  if not of_requests and room == 0 then break end
+  promote(scheduled, waiting, job_key, 100)
+  look(turns, hours, batch_key, backlog_key, 100)
+  while #taken < most and (of_requests or of_batches < room) do
     local id = redis.call('LMOVE', waiting, intermediate, 'LEFT', 'RIGHT')
-      or next_row(turns, hours, ARGV[15], intermediate)
+      or next_row(turns, hours, backlog_key, intermediate)
     if not id then break end
-    local job = string.format(ARGV[7], id)
-    local hash = redis.pcall('HGETALL', job)
-    if hash.err then hash = false end
-    local execution = ARGV[16 + #taken]
-    local member = id .. ':' .. execution
-    local record, executions = string.format(ARGV[8], id, execution), string.format(ARGV[9], id)
-    redis.call('ZADD', started, now + lease, member)
-    redis.call('HSET', record, 'id', execution, 'job_id', id, 'created_at', now, 'last_heartbeat', now,
-               'worker_name', worker)
-    redis.call('PEXPIRE', record, math.ceil(lease * 1000))
-    redis.call('ZADD', executions, now + lease + 60, execution)
-    redis.call('PEXPIRE', executions, math.ceil(lease * 1000) + 60000)
-    redis.call('SADD', ARGV[4], member)
-    redis.call('PEXPIRE', ARGV[4], math.ceil(lease * 1000) + 60000)
-    if hash and #hash > 0 then
-      redis.call('HSET', job, 'status', 'started', 'worker_name', worker, 'started_at', ARGV[5],
-                 'last_heartbeat', ARGV[5])
+    local job = string.format(job_key, id)
+    if of_requests and abandoned(job) then
+      forget(id, job, intermediate)
+    else
+      lease_out(q, id, job, intermediate, started)
+      if not of_requests then of_batches = of_batches + 1 end
     end
-    local batch, index = string.match(id, '^(.+)%-(%d+)$')
-    local ended, starts = 0, 1
-    if batch and #index < 10 then
-      for mark = 10, 12 do ended = ended + redis.call('GETBIT', string.format(ARGV[mark], batch), index) end
-      local counted = string.format(ARGV[13], batch)
-      starts = tonumber(redis.call('HGET', counted, index) or 0) + 1
-      if starts <= tonumber(ARGV[6]) then redis.call('HINCRBY', counted, index, 1) end
-      local known = string.format(ARGV[14], batch)
-      if redis.call('HEXISTS', known, 'spec') == 1 then redis.call('HSETNX', known, 'started_at', now) end
-    end
-    taken[#taken + 1] = {(q + 5) / 6, id, execution, hash, ended, starts}
-    redis.call('LREM', intermediate, -1, id)
   end
 end
 return taken
@@ -209,6 +239,21 @@ end
 local function exists()
   return redis.call('EXISTS', job) == 1
 end
+"""
+)
+
+# target: replies of the service that asked. ARGV[5] the most of them, [6] … names and values of the reply.
+# Nothing of the request is left. A service that is gone has no replies any more, and gets none.
+ANSWER = (
+    RELEASE
+    + """
+if not release() then return 0 end
+redis.call('DEL', job)
+redis.call('HDEL', starts, ARGV[3])
+if #ARGV > 5 and redis.call('EXISTS', target) == 1 then
+  redis.call('XADD', target, 'MAXLEN', '~', ARGV[5], '*', unpack(ARGV, 6))
+end
+return 1
 """
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +13,10 @@ from contract.errors import BadPrompt, ModelLoadError
 from contract.jobs import Message, Prompt
 
 PromptFormat = Literal["chat", "raw"]
+HALF = "\ufffd"
+"""What bytes are decoded to that make no whole character, yet or for ever."""
+BYTES = tuple(f"<0x{number:02X}>" for number in range(256))
+"""Tokens of single bytes, as vocabularies of SentencePiece name them."""
 
 
 class Tokenizer:
@@ -53,7 +58,7 @@ class Tokenizer:
         self._tokenizer.chat_template = self._tokenizer.chat_template or chat_template
         self._vocab_size = vocab_size
         self._template_values = dict(template_values or {})
-        self._end_of_answer = end_of_answer
+        self.end_of_answer = end_of_answer
         self._wrap = prompt_format == "chat" and self._tokenizer.chat_template is not None
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
@@ -72,10 +77,39 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of an answer, special tokens left out."""
-        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
-        if self._end_of_answer and self._end_of_answer in text:
-            return text[: text.index(self._end_of_answer)].rstrip()
+        text = self.decode_raw(token_ids)
+        if self.end_of_answer and self.end_of_answer in text:
+            return text[: text.index(self.end_of_answer)].rstrip()
         return text
+
+    def decode_raw(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, special ones left out, whatever it says."""
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return text
+
+    def settled(self, token_ids: Sequence[int]) -> int:
+        """How many of the first tokens have a text that tokens after them do not change, but for its very end."""
+        end = len(token_ids)
+        while end and token_ids[end - 1] in self._joining:
+            end -= 1
+        return end
+
+    def lasting(self, text: str) -> str:
+        """What of a text, decoded from its first tokens, stays when others follow."""
+        text = text.rstrip(HALF)
+        # Where spaces are cleaned up, it is those before and within the last word that the next one may take away.
+        return text[: max(text.rfind(" "), 0)] if self._cleans_up else text
+
+    @cached_property
+    def _joining(self) -> frozenset[int]:
+        """Tokens of single bytes, where there are any: a run of them is decoded as a whole, special ones within too."""
+        vocabulary = self._tokenizer.get_vocab()
+        single = {vocabulary[name] for name in BYTES if name in vocabulary}
+        return frozenset(single | set(self._tokenizer.all_special_ids)) if single else frozenset()
+
+    @property
+    def _cleans_up(self) -> bool:
+        return bool(self._tokenizer.clean_up_tokenization_spaces)
 
     def _known(self, token_ids: list[int]) -> tuple[int, ...]:
         for number, token in enumerate(token_ids, start=1):

@@ -263,9 +263,9 @@ def test_rows_wait_until_there_is_memory_for_all_they_may_hold(
     finished: dict[Hashable, Finished] = {}
     while engine.active():
         finished |= {one.id: one for one in engine.step()}
-        tensors = [one for row in engine._running for pair in row.context.held.values() for one in pair]
+        tensors = [one for row in engine.places.running for pair in row.context.held.values() for one in pair]
         assert sum(one.untyped_storage().nbytes() for one in tensors) <= engine.memory.budget
-        most = max(most, len(engine._running))
+        most = max(most, len(engine.places.running))
     assert 1 < most < POOL
     assert tokens(finished) == tokens(alone)
 

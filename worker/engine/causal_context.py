@@ -31,6 +31,10 @@ class CausalContextRow(Row):
         return self.limit + self.plan.block_length - 1
 
     @property
+    def final_end(self) -> int:
+        return self.block_end if self.state is State.COMMITTING else self.block_start
+
+    @property
     def fused(self) -> bool:
         return self.plan.commit == "fused"
 

@@ -29,6 +29,7 @@ SHORTEST_CHUNK = 64
 class Engine:
     """Denoises any mix of rows together. Not thread-safe: one thread adds and steps.
 
+    `urgent_rows` is how many rows over `max_rows` may run if they are urgent.
     `memory_budget` is in bytes of keys and values, planned from free memory when not given. `prefix_cache_mb` is for
     beginnings that prompts share; 0 turns sharing off. `exact_timing` makes the seconds in `stats` true on a GPU too,
     at the price of waiting for it within each step.
@@ -43,11 +44,12 @@ class Engine:
         prefix_cache_mb: int = 256,
         memory_budget: int | None = None,
         exact_timing: bool = False,
+        urgent_rows: int = 0,
     ) -> None:
         self.spec = spec
         self.runner = ModelRunner(spec, decoder)
         self.memory = plan_memory(decoder, self.runner.slots.bytes_per_position, max_step_tokens, memory_budget)
-        self.scheduler = Scheduler(max_rows, max_step_tokens, self.memory)
+        self.scheduler = Scheduler(max_rows, max_step_tokens, self.memory, urgent_rows)
         self.prefixes = Prefixes(self.runner.slots, prefix_cache_mb << 20)
         self.stats = EngineStats()
         self._exact_timing = exact_timing
@@ -75,12 +77,21 @@ class Engine:
 
     @property
     def max_rows(self) -> int:
-        """Rows that run together at most."""
+        """Rows that run together at most, apart from what is there for urgent ones."""
         return self.scheduler.max_rows
 
-    def room(self) -> int:
-        """How many more rows would run at once."""
-        return self.scheduler.room()
+    @property
+    def most_rows(self) -> int:
+        """Rows that run together at most, urgent ones included."""
+        return self.scheduler.ceiling
+
+    def room(self, urgent: bool = False) -> int:
+        """How many more rows would run at once; the places that only urgent rows may take do not count for others."""
+        return self.scheduler.room(urgent)
+
+    def in_the_way(self) -> Hashable | None:
+        """The youngest row that is not urgent, while memory has no room for it and an urgent one: remove it."""
+        return self.scheduler.in_the_way()
 
     def active(self) -> list[Hashable]:
         """Ids of all rows in the engine, running and waiting."""
@@ -125,16 +136,30 @@ class Engine:
             self._release(row)
         return row is not None
 
+    def progress(self, request_id: Hashable, since: int = 0) -> list[int]:
+        """The row's answer from its `since`-th token on, as far as it is final: whole blocks, up to a stop token.
+
+        Nothing for a row that waits. A row that had to begin anew has less for a while, and then the same.
+        """
+        row = self.scheduler.find(request_id)
+        return [] if row is None else row.final(since)
+
+    def cut(self, request_id: Hashable, tokens: int) -> Finished:
+        """End a running row: the first `tokens` of what is final are its answer."""
+        row = self.scheduler.find(request_id)
+        assert row is not None
+        self.remove(request_id)
+        return row.finished(tokens)
+
     def _shrink(self, rows: list[Row]) -> list[Finished]:
         """Memory did not suffice: go on with half of the rows, and never with more again. The others begin anew.
 
         A row that is alone tries shorter prefill chunks, and fails when they are short already.
         """
         if len(self.scheduler.running) > 1:
-            self.scheduler.max_rows = len(self.scheduler.running) // 2
-            for row in reversed(self.scheduler.running[self.scheduler.max_rows :]):
+            for row in reversed(self.scheduler.halve()):
                 self.remove(row.request.id)
-                self.scheduler.waiting.appendleft(self._again(row))
+                self.scheduler.add(self._again(row), front=True)
         elif rows[0].state is State.PREFILLING and self.scheduler.max_step_tokens > SHORTEST_CHUNK:
             self.scheduler.max_step_tokens = max(SHORTEST_CHUNK, self.scheduler.max_step_tokens // 2)
         else:

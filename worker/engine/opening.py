@@ -42,8 +42,10 @@ def engine_of(
     max_step_tokens: int = 2048,
     prefix_cache_mb: int = 256,
     exact_timing: bool = False,
+    urgent_rows: int = 0,
 ) -> AnyEngine:
     """A fresh engine for a loaded model. Random canvases share no beginnings: `prefix_cache_mb` is nothing to them."""
+    model = (loaded.spec, loaded.decoder, max_rows, max_step_tokens)
     if isinstance(loaded, CanvasLoaded):
-        return CanvasEngine(loaded.spec, loaded.decoder, max_rows, max_step_tokens, exact_timing=exact_timing)
-    return Engine(loaded.spec, loaded.decoder, max_rows, max_step_tokens, prefix_cache_mb, exact_timing=exact_timing)
+        return CanvasEngine(*model, exact_timing=exact_timing, urgent_rows=urgent_rows)
+    return Engine(*model, prefix_cache_mb, exact_timing=exact_timing, urgent_rows=urgent_rows)

@@ -13,11 +13,12 @@ from worker.engine.models.spec import Attention
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt as the engine takes it. `id` is the caller's own name for it."""
+    """A prompt as the engine takes it. `id` is the caller's own name for it; `urgent` ones go before the others."""
 
     id: Hashable
     prompt_ids: tuple[int, ...]
     params: SamplingParams
+    urgent: bool = False
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,11 @@ class Row(ABC):
         return self.prompt_length + self.plan.max_new_tokens
 
     @property
+    def final_end(self) -> int:
+        """Up to where the canvas holds tokens that nothing changes any more: whole blocks."""
+        return self.block_start
+
+    @property
     def answer_start(self) -> int:
         """The active block's first position that is not prompt."""
         return max(self.block_start, self.prompt_length)
@@ -118,14 +123,19 @@ class Row(ABC):
         """End the row with an error."""
         self.error, self.state = error, State.FINISHED
 
-    def finished(self) -> Finished:
-        """The row's result; call once it is FINISHED."""
-        end = self._answer_end()
+    def final(self, since: int = 0) -> list[int]:
+        """The answer's final tokens from the `since`-th on, up to its first stop token."""
+        start = self.prompt_length + since
+        return self.canvas[start : self._stop_between(start, min(self.final_end, self.limit))]
+
+    def finished(self, tokens: int | None = None) -> Finished:
+        """The row's result; call once it is FINISHED, or with how many of its final `tokens` are the answer."""
+        end = self._answer_end() if tokens is None else self.prompt_length + tokens
         return Finished(
             id=self.request.id,
             prompt_tokens=self.prompt_length,
             token_ids=tuple(self.canvas[self.prompt_length : end]),
-            finish_reason="stop" if end < self.limit else "length",
+            finish_reason="stop" if end < self.limit or tokens is not None else "length",
             plan=self.plan,
             steps=self.steps,
             forwards=self.forwards,
@@ -191,10 +201,14 @@ class Row(ABC):
 
     def _answer_end(self) -> int:
         """Where the answer ends if it ends now: the first stop token, else the limit."""
-        for position in range(self.prompt_length, min(self.limit, len(self.canvas))):
-            if self.canvas[position] in self.spec.stop_ids:
-                return position
-        return self.limit
+        length = min(self.limit, len(self.canvas))
+        end = self._stop_between(self.prompt_length, length)
+        return end if end < length else self.limit
+
+    def _stop_between(self, start: int, end: int) -> int:
+        """The first stop token from `start` on and before `end`, else `end`."""
+        stops = self.spec.stop_ids
+        return next((at for at in range(start, end) if self.canvas[at] in stops), end)
 
     def _ended(self) -> bool:
         """No mask before the first stop token or the limit. Blocks before the active one hold no mask."""

@@ -7,7 +7,6 @@ steps, and see nothing of each other.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Hashable
 
 import torch
@@ -22,6 +21,7 @@ from worker.engine.canvas.row import CanvasRow
 from worker.engine.canvas.sampling import Guess
 from worker.engine.canvas.spec import CanvasSpec
 from worker.engine.memory import is_out_of_memory
+from worker.engine.places import Places
 from worker.engine.request import Finished, Request
 from worker.engine.stats import EngineStats, Stopwatch
 from worker.engine.transfer import to_device
@@ -32,7 +32,8 @@ from worker.engine.unmasking.rule import Candidates
 class CanvasEngine:
     """Denoises the canvases of any mix of rows together. Not thread-safe: one thread adds and steps.
 
-    `max_step_tokens` bounds each forward; a canvas cannot be cut, so that no more rows run than canvases fit into it.
+    `max_step_tokens` bounds each forward; a canvas cannot be cut, so that no more rows run than canvases fit into it,
+    but for `urgent_rows` more that are urgent.
     `memory_budget` is in bytes of keys and values, planned from free memory when not given. `exact_timing` makes the
     seconds in `stats` true on a GPU too, at the price of waiting for it within each step.
     """
@@ -45,16 +46,16 @@ class CanvasEngine:
         max_step_tokens: int = 2048,
         memory_budget: int | None = None,
         exact_timing: bool = False,
+        urgent_rows: int = 0,
     ) -> None:
         self.spec = spec
         self.model = model
-        self.max_step_tokens = max(max_step_tokens, spec.decoder.canvas_length)
-        self.max_rows = min(max_rows, self.max_step_tokens // spec.decoder.canvas_length)
-        self.memory = plan_memory(spec, model, self.max_step_tokens, memory_budget)
+        canvas = spec.decoder.canvas_length
+        self.max_step_tokens = max(max_step_tokens, canvas)
+        self.memory = plan_memory(spec, model, self.max_step_tokens + urgent_rows * canvas, memory_budget)
+        self.places = Places[CanvasRow](min(max_rows, self.max_step_tokens // canvas), urgent_rows, self.memory)
         self.stats = EngineStats()
         self._exact_timing = exact_timing
-        self._waiting: deque[CanvasRow] = deque()
-        self._running: list[CanvasRow] = []
 
     def add(self, request: Request) -> None:
         """Let a prompt wait for its first step. Raises BadPrompt when it can never run, here or anywhere."""
@@ -65,33 +66,57 @@ class CanvasEngine:
                 f"prompt and answer may take {row.most_positions} positions, memory holds {longest}: lower "
                 "max_new_tokens, shorten the prompt, or use a larger device",
             )
-        self._waiting.append(row)
+        self.places.add(row)
 
-    def room(self) -> int:
-        """How many more rows would run at once."""
-        return max(0, self.max_rows - len(self._running) - len(self._waiting))
+    @property
+    def max_rows(self) -> int:
+        """Rows that run together at most, apart from what is there for urgent ones."""
+        return self.places.max_rows
+
+    @property
+    def most_rows(self) -> int:
+        """Rows that run together at most, urgent ones included."""
+        return self.places.ceiling
+
+    def room(self, urgent: bool = False) -> int:
+        """How many more rows would run at once; the places that only urgent rows may take do not count for others."""
+        return self.places.room(urgent)
+
+    def in_the_way(self) -> Hashable | None:
+        """The youngest row that is not urgent, while memory has no room for it and an urgent one: remove it."""
+        return self.places.in_the_way()
 
     def active(self) -> list[Hashable]:
         """Ids of all rows in the engine, running and waiting."""
-        return [row.request.id for row in (*self._running, *self._waiting)]
+        return [row.request.id for row in (*self.places.running, *self.places.waiting)]
 
     def remove(self, request_id: Hashable) -> bool:
         """Drop a row without a result (it was given back or cancelled); False when it is not here."""
-        for rows in (self._running, self._waiting):
-            for row in rows:
-                if row.request.id == request_id:
-                    rows.remove(row)
-                    return True
-        return False
+        return self.places.remove(request_id) is not None
+
+    def progress(self, request_id: Hashable, since: int = 0) -> list[int]:
+        """The row's answer from its `since`-th token on, as far as it is final: canvases that are done, up to a stop.
+
+        Nothing for a row that waits. A row that had to begin anew has less for a while, and then the same.
+        """
+        row = self.places.find(request_id)
+        return [] if row is None else row.final(since)
+
+    def cut(self, request_id: Hashable, tokens: int) -> Finished:
+        """End a running row: the first `tokens` of what is final are its answer."""
+        row = self.places.find(request_id)
+        assert row is not None
+        self.remove(request_id)
+        return row.finished(tokens)
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:
         """Store what is finished, denoise each canvas once; the rows that ended with it."""
-        self._admit()
-        if not self._running:
+        self.places.admit()
+        if not self.places.running:
             return []
         try:
-            done = EngineStats(steps=1, rows=len(self._running)) + self._store() + self._denoise()
+            done = EngineStats(steps=1, rows=len(self.places.running)) + self._store() + self._denoise()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -100,24 +125,16 @@ class CanvasEngine:
             self._shrink()
         else:
             self.stats += done
-        ended = [row.finished() for row in self._running if row.done]
-        self._running = [row for row in self._running if not row.done]
+        ended = [row.finished() for row in self.places.running if row.done]
+        self.places.running = [row for row in self.places.running if not row.done]
         return ended
 
-    def _admit(self) -> None:
-        """Let waiting rows in while there is room for them and for all that they may come to hold."""
-        held = sum(self.memory.need(row.most_positions) for row in self._running)
-        while self._waiting and len(self._running) < self.max_rows:
-            held += self.memory.need(self._waiting[0].most_positions)
-            if held > self.memory.budget and self._running:
-                return
-            self._running.append(self._waiting.popleft())
-
     def _store(self) -> EngineStats:
-        """One forward over finished text, the shortest first: a long prompt takes what others leave of the budget."""
+        """One forward over finished text, that of urgent rows and the shortest first; a long one takes what is left."""
         parts: list[tuple[CanvasRow, Stretch]] = []
         tokens: list[int] = []
-        for row in sorted((row for row in self._running if row.waiting), key=lambda row: len(row.waiting)):
+        unstored = [row for row in self.places.running if row.waiting]
+        for row in sorted(unstored, key=lambda row: (not row.request.urgent, len(row.waiting))):
             if row.fits(left := self.max_step_tokens - len(tokens)):
                 stretch, part = row.store(left)
                 parts.append((row, stretch))
@@ -143,7 +160,7 @@ class CanvasEngine:
 
     def _denoise(self) -> EngineStats:
         """One forward over the canvases of all rows whose text is stored."""
-        rows = [row for row in self._running if not row.waiting]
+        rows = [row for row in self.places.running if not row.waiting]
         if not rows:
             return EngineStats()
         watch = self._stopwatch()
@@ -197,16 +214,17 @@ class CanvasEngine:
 
         A row that is alone tries shorter forwards for its prompt, and fails when they are short already.
         """
-        rows, self._running = self._running, []
-        canvas = self.spec.decoder.canvas_length
-        if len(rows) > 1:
-            self.max_rows = len(rows) // 2
-        elif rows[0].waiting and self.max_step_tokens > canvas:
-            self.max_step_tokens = max(canvas, self.max_step_tokens // 2)
-        else:
+        rows, canvas = self.places.running, self.spec.decoder.canvas_length
+        if len(rows) == 1 and (not rows[0].waiting or self.max_step_tokens == canvas):
             rows[0].fail(PromptFailure("out_of_memory", "this prompt does not fit into memory, even alone"))
-            self._running, rows = rows, []
-        self._waiting.extendleft(CanvasRow(row.request, row.plan, self.spec) for row in reversed(rows))
+        else:
+            if len(rows) > 1:
+                self.places.halve()
+            else:
+                self.max_step_tokens = max(canvas, self.max_step_tokens // 2)
+            self.places.running = []
+            for row in reversed(rows):
+                self.places.add(CanvasRow(row.request, row.plan, self.spec), front=True)
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
 

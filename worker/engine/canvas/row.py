@@ -124,15 +124,20 @@ class CanvasRow:
         """End the row with an error."""
         self.error, self.done = error, True
 
-    def finished(self) -> Finished:
-        """The row's result; call once it is done."""
+    def final(self, since: int = 0) -> list[int]:
+        """The answer's tokens from the `since`-th on, of canvases that are done, up to its first stop token."""
         limit = min(self.plan.max_new_tokens, len(self.answer))
-        end = next((at for at in range(limit) if self.answer[at] in self.spec.stop_ids), limit)
+        end = next((at for at in range(since, limit) if self.answer[at] in self.spec.stop_ids), limit)
+        return self.answer[since:end]
+
+    def finished(self, tokens: int | None = None) -> Finished:
+        """The row's result; call once it is done, or with how many of its final `tokens` are the answer."""
+        answer = self.final() if tokens is None else self.answer[:tokens]
         return Finished(
             id=self.request.id,
             prompt_tokens=len(self.request.prompt_ids),
-            token_ids=tuple(self.answer[:end]),
-            finish_reason="stop" if end < self.plan.max_new_tokens else "length",
+            token_ids=tuple(answer),
+            finish_reason="stop" if len(answer) < self.plan.max_new_tokens or tokens is not None else "length",
             plan=self.plan,
             steps=self.steps,
             forwards=self.forwards,

@@ -1,0 +1,72 @@
+"""Where a prompt's row goes when it has ended: chosen at its admission, the same for all that follows.
+
+Rows of batches go to files (`outputs.py`), those of requests to whoever waits for them (`replies.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from contract.errors import PromptError
+from contract.jobs import Completion, Row
+from worker.intake import Intake, Rejected, Taken
+from worker.outputs import Outputs
+from worker.transcript import Transcript
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A prompt whose row is known but not delivered yet; `error` for those that have no answer."""
+
+    taken: Taken | Rejected
+    row: Row
+    sink: Sink
+    error: PromptError | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Those of its answer."""
+        return self.row.usage.completion_tokens if isinstance(self.row, Completion) else 0
+
+
+class Sink(Protocol):
+    """One way out of the worker."""
+
+    def started(self, taken: Taken) -> None:
+        """The row enters the engine."""
+
+    def progressed(self, taken: Taken, transcript: Transcript, seconds: float) -> None:
+        """More of its answer is final, after `seconds` in the engine."""
+
+    def settle(self, ended: Sequence[Ended]) -> int:
+        """Deliver the rows and end their jobs; returns how many with an answer were still ours.
+
+        Raises OSError: then nothing of them is lost, and all are to be settled again later.
+        """
+
+
+class Files:
+    """The rows of batches: on the disk before their jobs end; then complete batches are published."""
+
+    def __init__(self, outputs: Outputs, intake: Intake) -> None:
+        self._outputs = outputs
+        self._intake = intake
+
+    def started(self, taken: Taken) -> None:
+        """Nobody looks."""
+
+    def progressed(self, taken: Taken, transcript: Transcript, seconds: float) -> None:
+        """Nobody looks."""
+
+    def settle(self, ended: Sequence[Ended]) -> int:
+        self._outputs.write([(one.taken.batch, one.row) for one in ended])
+        answered = {one.taken.job.job_id: one for one in ended if isinstance(one.taken, Taken) and not one.error}
+        rows = [one.taken for one in answered.values() if isinstance(one.taken, Taken)]
+        finished = self._intake.finish(rows, {job_id: one.tokens for job_id, one in answered.items()})
+        for one in ended:
+            if one.error:
+                self._intake.fail(one.taken, one.error)
+        self._outputs.sealed_if_complete(one.taken.batch for one in ended)
+        return finished
