@@ -63,7 +63,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 # Those of them that nobody calls a column of data by chance.
 UNMISTAKABLE = (
-    "stop",
     "best_of",
     "logprobs",
     "top_logprobs",

@@ -18,6 +18,7 @@ from contract.jobs import PromptJob
 from contract.ledger import BatchState, Ledger, Mark
 from contract.paths import Folders
 from contract.settings import ProducerSettings
+from producer import rounds
 from producer import watcher as module
 from producer.claims import Claims, Look
 from producer.watcher import Watcher
@@ -131,10 +132,10 @@ def test_more_files_than_are_submitted_in_turn_need_one_scan_only(
     watching: Watching, folders: Folders, ledger: Ledger, wait_until: Wait, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("producer.hints.Hints.check", lambda self: None)
-    for number in range(module.ACTIVE * 3):
+    for number in range(rounds.ACTIVE * 3):
         (folders.inputs / f"f{number}.txt").write_text(f"{number}\n")
     with watching(scan_s=600):
-        wait_until(submitted(ledger, module.ACTIVE * 3))
+        wait_until(submitted(ledger, rounds.ACTIVE * 3))
 
 
 def test_an_inbox_that_is_deleted_is_made_again_and_watched(
@@ -239,20 +240,20 @@ def test_once_outlasts_an_outage(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("producer.submitter.LONGEST_PAUSE_S", 0.01)
-    for number in range(module.ACTIVE + 4):
+    for number in range(rounds.ACTIVE + 4):
         (folders.inputs / f"f{number}.txt").write_text(f"{number}\n")
     ledger = Faulty(redis, before=(3, 9), after=(5,))
     Watcher(producer_settings(), ledger, lambda: False).run_once()
-    assert sorted(int(job.prompt or "") for job in queued()) == list(range(module.ACTIVE + 4))
+    assert sorted(int(job.prompt or "") for job in queued()) == list(range(rounds.ACTIVE + 4))
 
 
 def test_once_submits_all_that_is_ready_and_all_that_was_left_over(
     folders: Folders, ledger: Ledger, producer_settings: Callable[..., ProducerSettings], queued: Queued
 ) -> None:
-    for number in range(module.ACTIVE + 4):
+    for number in range(rounds.ACTIVE + 4):
         (folders.inputs / f"f{number}.txt").write_text(f"{number}\n")
     Watcher(producer_settings(settle_s=0.1), ledger, lambda: False).run_once()
-    assert len(queued()) == module.ACTIVE + 4
+    assert len(queued()) == rounds.ACTIVE + 4
     assert list(folders.inputs.glob("*.txt")) == []
 
 
@@ -281,7 +282,7 @@ def test_a_short_batch_does_not_wait_for_long_ones_that_have_no_room(
     queued: Queued,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "ACTIVE", 2)
+    monkeypatch.setattr(rounds, "ACTIVE", 2)
     with watching(max_queued=10):
         for number in range(3):
             (folders.inputs / f"long-{number}.jsonl").write_text('{"prompt": "long"}\n' * 50)
