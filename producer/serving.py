@@ -7,7 +7,6 @@ not needed, and may not be there, for anything else.
 from __future__ import annotations
 
 import importlib.util
-import ipaddress
 import logging
 import socket
 from typing import TYPE_CHECKING
@@ -38,8 +37,9 @@ def serve(settings: ProducerSettings, ledger: Ledger) -> None:
     Raises UsageError where that would be open to anybody, DllmError where the address is not to be had.
     """
     from producer.gateway import keys
+    from producer.gateway.loopback import is_loopback
 
-    if not keys.load(settings).known and not _is_loopback(settings.serve_host):
+    if not keys.load(settings).known and not is_loopback(settings.serve_host):
         raise UsageError(
             f"without an API key only this machine may ask: make one with `producer key NAME` before "
             f"listening on {settings.serve_host}, or listen on 127.0.0.1"
@@ -81,10 +81,3 @@ def _listening(settings: ProducerSettings) -> socket.socket:
     except (OSError, OverflowError) as error:
         where = f"{settings.serve_host}:{settings.serve_port}"
         raise DllmError(f"cannot listen on {where} ({error}): name another with --host or --port") from None
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

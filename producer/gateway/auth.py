@@ -12,6 +12,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from producer.gateway.errors import ApiError
 from producer.gateway.limits import Caller
+from producer.gateway.loopback import is_loopback
 from producer.gateway.service import Here
 
 NOBODY = "-"
@@ -26,6 +27,7 @@ async def caller(
     settings, keys = here.settings, here.keys
     rate, concurrent = settings.serve_requests_per_minute, settings.serve_concurrent
     if not keys.known:
+        _refuse_other_names(request.url.hostname or "")
         found = Caller(NOBODY, rate, concurrent)
     elif key := keys.find(given.credentials) if given else None:
         found = Caller(
@@ -40,6 +42,13 @@ async def caller(
 
 
 Asking = Annotated[Caller, Depends(caller)]
+
+
+def _refuse_other_names(host: str) -> None:
+    """A page of another site can have its own name lead to this machine, and then ask in its reader's browser."""
+    if not is_loopback(host):
+        what = f"this service has no API keys, and answers as localhost only, not as '{host[:100]}'"
+        raise ApiError(421, f"{what}: make a key with `producer key NAME`", code="wrong_host")
 
 
 def _missing(given: HTTPAuthorizationCredentials | None) -> str:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
+from contract.jobs import Completion
 from producer.gateway.answers import Answer
 from producer.gateway.asking import Choices
 from producer.gateway.limits import Caller
-from producer.gateway.running import Running, Wanted, begin, unless_gone
+from producer.gateway.running import Running, Wanted, begin, note_end, unless_gone
 from producer.gateway.service import Service
 from producer.gateway.streaming import EventStream, after, events, steady
 
@@ -31,7 +33,7 @@ async def respond(
     finally:
         running.close()
     told = answer.whole(ends)
-    request.state.entry.told["usage"] = told["usage"]
+    note_end(request, here, [part.end for part in ends if part.end], told["usage"])
     return JSONResponse(told)
 
 
@@ -46,5 +48,9 @@ async def _stream(request: Request, here: Service, running: Running, answer: Ans
         raise
     parts = after(first, parts)
     include_usage = bool(body.stream_options and body.stream_options.include_usage)
-    sent = events(steady(parts, rate) if rate else parts, answer, request.state.entry, include_usage)
+
+    def ended(ends: Sequence[Completion], counted: dict[str, int]) -> None:
+        note_end(request, here, ends, counted)
+
+    sent = events(steady(parts, rate) if rate else parts, answer, include_usage, ended, request.state.entry.failed)
     return EventStream(sent, running)

@@ -7,6 +7,7 @@ ended, for whatever reason, is withdrawn: its rows leave the engine. Knows nothi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -86,8 +87,10 @@ class Dispatch:
                 logs.get().warning("withdrawal_failed", request=request, reason=str(error))
 
     async def close(self) -> None:
-        """Wait until what was left is withdrawn."""
+        """Wait until what was left is withdrawn; nobody reads replies any more."""
         await asyncio.gather(*self._leaving, return_exceptions=True)
+        with contextlib.suppress(RedisError):
+            await self._redis.delete(self.reply_to)
 
 
 class Asked:

@@ -14,7 +14,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from producer.gateway.errors import too_large
+from producer.gateway.errors import ApiError, too_large
 
 GONE = 499
 """The status in the audit log of a client that went away before its answer began."""
@@ -32,6 +32,10 @@ class Entry:
     status: int = GONE
     seconds: float = 0.0
     told: dict[str, Any] = field(default_factory=dict)
+
+    def failed(self, error: ApiError) -> None:
+        """An answer that had begun could not be ended."""
+        self.told["error"] = error.code
 
     def document(self) -> dict[str, Any]:
         fields = asdict(self)

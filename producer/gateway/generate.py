@@ -12,7 +12,7 @@ from producer.gateway.answers import denoise, finish_reason, usage
 from producer.gateway.asking import Body, prompts_of
 from producer.gateway.auth import Asking
 from producer.gateway.errors import bad_request
-from producer.gateway.running import Wanted, begin, unless_gone
+from producer.gateway.running import Wanted, begin, note_end, unless_gone
 from producer.gateway.service import Here
 
 router = APIRouter(tags=["generate"])
@@ -54,7 +54,7 @@ async def generate(request: Request, body: GenerateBody, here: Here, caller: Ask
     assert part.end is not None
     if part.refused:
         raise bad_request("the output is withheld: the service's filters refuse it", code="content_filter")
-    request.state.entry.told["usage"] = usage([part.end])
+    note_end(request, here, [part.end], usage([part.end]))
     return Generated(
         id=running.asked.request,
         model=part.end.model,

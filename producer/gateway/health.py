@@ -14,9 +14,10 @@ from producer.gateway.service import Here
 router = APIRouter(tags=["health"])
 
 
-@router.get("/healthz", summary="Does the process live?")
-async def healthz() -> dict[str, str]:
-    return {"status": "ok"}
+@router.get("/healthz", summary="Does the process live?", responses={503: {"description": "Start it anew"}})
+async def healthz(here: Here) -> Response:
+    """All that goes on beside requests does so."""
+    return JSONResponse({"status": "ok" if here.whole else "broken"}, 200 if here.whole else 503)
 
 
 @router.get("/readyz", summary="Can requests be answered?", responses={503: {"description": "Not at the moment"}})

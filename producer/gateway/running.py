@@ -13,12 +13,12 @@ from typing import TypeVar
 
 from fastapi import Request
 
-from contract.jobs import Prompt, PromptJob
+from contract.jobs import Completion, Prompt, PromptJob
 from contract.sampling import SamplingParams
 from producer.gateway import asking
 from producer.gateway.dispatch import Asked, Part
 from producer.gateway.door import GONE
-from producer.gateway.errors import ApiError, bad_request
+from producer.gateway.errors import ApiError, bad_request, too_large
 from producer.gateway.filters import Filters, whole_words
 from producer.gateway.limits import Caller
 from producer.gateway.service import Service
@@ -62,6 +62,7 @@ class Running:
 async def begin(request: Request, here: Service, caller: Caller, wanted: Wanted) -> Running:
     """Admit a request and queue it. Raises ApiError when it may not run, or not now."""
     here.limits.count(caller)
+    _refuse_many_large(wanted, here.settings.serve_max_body_mb << 20)
     await _judge(wanted.prompts, here.filters, caller.name)
     jobs = asking.jobs_of(wanted.prompts, wanted.params, here.dispatch.reply_to, wanted.n, wanted.stream)
     _note(request, here, wanted, jobs)
@@ -108,6 +109,13 @@ async def judged(parts: AsyncIterator[Part], judges: Filters, caller: str) -> As
             yield replace(part, text=ripe[known:])
 
 
+def _refuse_many_large(wanted: Wanted, most: int) -> None:
+    """Each choice has a copy of its prompt in Redis."""
+    size = sum(len(asking.text_of(prompt) or prompt) for prompt in wanted.prompts)
+    if wanted.n > 1 and size * wanted.n > most:
+        raise too_large(f"{wanted.n} choices of so long a prompt are more than {most:,} characters", "n")
+
+
 async def _judge(prompts: Sequence[Prompt], judges: Filters, caller: str) -> None:
     for prompt in prompts if judges.known else ():
         text = asking.text_of(prompt)
@@ -123,6 +131,14 @@ def _note(request: Request, here: Service, wanted: Wanted, jobs: Sequence[Prompt
     if here.settings.log_prompts:
         told["prompts"] = [asking.text_of(prompt) for prompt in wanted.prompts]
     request.state.entry.told |= told
+
+
+def note_end(request: Request, here: Service, ends: Sequence[Completion], counted: dict[str, int]) -> None:
+    """What the audit log keeps of an answer."""
+    told = request.state.entry.told
+    told["usage"] = counted
+    if here.settings.log_prompts:
+        told["outputs"] = [end.output for end in ends]
 
 
 async def _gone(request: Request) -> None:

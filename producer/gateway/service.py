@@ -50,6 +50,7 @@ class Service:
         self.dispatch = Dispatch(redis, self.names)
         self.files = FileStore(settings.folders.files)
         self.submitting = Submitting(settings, ledger)
+        self._background: list[asyncio.Task[None]] = []
         self._later: set[asyncio.Task[Any]] = set()
         self.measured: dict[str, Measured] = {}
 
@@ -68,11 +69,27 @@ class Service:
         if not task.cancelled() and (error := task.exception()):
             logs.get().error("request_task_failed", exc_info=error)
 
+    async def start(self) -> None:
+        """Begin what goes on without a request."""
+        with contextlib.suppress(RedisError):
+            await self.measure()
+        await self.in_thread(self.files.sweep)
+        self.submitting.start()
+        self._background = [asyncio.create_task(work()) for work in (self._refresh, self.dispatch.listen)]
+
     async def close(self) -> None:
-        """End what goes on without a request."""
+        """End it."""
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
         await asyncio.gather(self.in_thread(self.submitting.stop), *self._later, return_exceptions=True)
         await self.dispatch.close()
         await self.redis.aclose()
+
+    @property
+    def whole(self) -> bool:
+        """Does all go on that goes on without a request?"""
+        return self.submitting.alive and not any(task.done() for task in self._background)
 
     @property
     def models(self) -> list[str]:
@@ -104,7 +121,7 @@ class Service:
             found[model] = Measured(await interactive.capacity(self.redis, self.names, model), own)
         self.measured = {model: one for model, one in found.items() if one.capacity.workers}
 
-    async def refresh(self) -> None:
+    async def _refresh(self) -> None:
         """Look at what changes outside, for ever."""
         while True:
             await asyncio.sleep(REFRESH_S)
@@ -120,17 +137,10 @@ async def opened(settings: ProducerSettings, ledger: Ledger, redis: Redis) -> As
     """The service, at work until it is left."""
     known, judges = await asyncio.to_thread(lambda: (keys.load(settings), filters.load(settings)))
     service = Service(settings, ledger, redis, known, judges)
-    with contextlib.suppress(RedisError):
-        await service.measure()
-    await service.in_thread(service.files.sweep)
-    service.submitting.start()
-    tasks = [asyncio.create_task(work()) for work in (service.refresh, service.dispatch.listen)]
+    await service.start()
     try:
         yield service
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
         await service.close()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,6 @@ from starlette.types import Receive, Scope, Send
 from contract.jobs import Completion
 from producer.gateway.answers import Answer
 from producer.gateway.dispatch import Part
-from producer.gateway.door import Entry
 from producer.gateway.errors import ApiError
 from producer.gateway.running import Running
 
@@ -37,7 +36,13 @@ class EventStream(StreamingResponse):
             self._running.close()
 
 
-async def events(parts: AsyncIterator[Part], answer: Answer, entry: Entry, include_usage: bool) -> AsyncIterator[bytes]:
+async def events(
+    parts: AsyncIterator[Part],
+    answer: Answer,
+    include_usage: bool,
+    ended: Callable[[Sequence[Completion], dict[str, int]], None],
+    failed: Callable[[ApiError], None],
+) -> AsyncIterator[bytes]:
     """What is sent. An error after the stream began is its last event, as OpenAI's clients expect it."""
     begun: set[int] = set()
     ends: list[Completion] = []
@@ -53,11 +58,11 @@ async def events(parts: AsyncIterator[Part], answer: Answer, entry: Entry, inclu
                 ends.append(part.end)
                 yield event(answer.last(part))
     except ApiError as error:
-        entry.told["error"] = error.code
+        failed(error)
         yield event(error.body)
         return
     told = answer.usage(ends)
-    entry.told["usage"] = told["usage"]
+    ended(ends, told["usage"])
     if include_usage:
         yield event(told)
     yield DONE

@@ -30,6 +30,10 @@ class Submitting:
     def start(self) -> None:
         self._thread.start()
 
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
     def wake(self) -> None:
         """There is a new batch."""
         self._new.set()

@@ -18,7 +18,7 @@ from tests.producer.gateway.conftest import Listening
 from tests.producer.gateway.scripted import ScriptedWorker
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
-EXAMPLES = 8
+EXAMPLES = 5
 KEY = {"Authorization": "Bearer secret"}
 
 
