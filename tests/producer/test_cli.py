@@ -45,6 +45,8 @@ COMMANDS = [
     "cancel",
     "doctor",
     "init",
+    "serve",
+    "key",
     "stop-server",
 ]
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -892,4 +894,4 @@ def test_help_names_every_command(run: Run) -> None:
 def test_help_of_every_command_has_an_example(run: Run, command: str) -> None:
     shown = run(command, "--help").stdout
     assert f"Example: producer {command}" in shown
-    assert ("--json" in shown) == (command != "watch")
+    assert ("--json" in shown) == (command not in ("watch", "serve"))

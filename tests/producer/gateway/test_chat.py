@@ -281,6 +281,7 @@ def test_other_addresses_and_methods_are_answered_in_the_same_shape(service: Lis
 def test_more_than_a_body_may_hold_is_refused(worker: ScriptedWorker, listening: Callable[..., Listening]) -> None:
     service = listening(serve_max_body_mb=1)
     assert service.chat("a" * (1 << 20)).status_code == 413
+    assert service.chat("a" * (1 << 18), n=5).json()["error"]["param"] == "n"
     pieces = (b"a" * 65536 for _ in range(17))
     answer = service.client.post("/generate", content=pieces, headers={"content-type": "application/json"})
     assert answer.status_code == 413

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import stat
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import Result
 
 from contract.errors import DllmError, SettingsError, UsageError
 from contract.ledger import Ledger
+from contract.paths import Folders
 from contract.settings import ProducerSettings
 from producer import serving
 from producer.gateway import keys
@@ -38,6 +41,27 @@ def test_a_key_is_shown_once_and_only_its_hash_is_kept(tmp_path: Path) -> None:
     assert keys.revoke(file, "alice") == 1
     assert keys.revoke(file, "alice") == 0
     assert [one.name for one in keys.read(file).keys] == ["bob"]
+
+
+def test_the_command_makes_lists_and_revokes(run: Callable[..., Result], folders: Folders) -> None:
+    made = run("key", "alice", "--requests-per-minute", "60")
+    assert made.exit_code == 0
+    assert made.stdout.startswith("dllm-")
+    other = json.loads(run("key", "bob", "--json").stdout)
+    assert keys.Keys(keys.read(folders.configs / "keys.json").keys).find(other["key"]) is not None
+    listed = run("key").stdout
+    assert "alice" in listed
+    assert "60" in listed
+    assert made.stdout.strip() not in listed
+    assert [one["name"] for one in json.loads(run("key", "--json").stdout)["keys"]] == ["alice", "bob"]
+    assert "1 revoked" in run("key", "alice", "--revoke").stdout
+    assert run("key", "alice", "--revoke").exit_code == 2
+
+
+def test_without_keys_it_answers_as_localhost_only(service: Listening) -> None:
+    """Else a web page whose name leads here could ask in its reader's browser."""
+    for host, status in (("localhost", 200), ("[::1]:80", 200), ("127.0.0.2", 200), ("evil.example", 421)):
+        assert service.client.get("/v1/models", headers={"host": host}).status_code == status
 
 
 def test_wrong_names_and_files_are_told(tmp_path: Path) -> None:
