@@ -38,14 +38,14 @@ def choices(settings: type[Settings], name: str) -> Callable[[str], list[str]]:
     return among(get_args(settings.model_fields[name].annotation))
 
 
-def root_of(context: typer.Context) -> Path:
+def _root(context: typer.Context) -> Path:
     """The root that a command line says which is not at its end yet."""
     return Path(context.params.get("root") or os.environ.get(f"{PREFIX}ROOT") or ".")
 
 
 def models(context: typer.Context, incomplete: str) -> list[str]:
     """The models that lie under `models/`."""
-    found = sorted(file.parent.name for file in Folders(root_of(context)).models.glob("*/config.json"))
+    found = sorted(file.parent.name for file in Folders(_root(context)).models.glob("*/config.json"))
     return [name for name in found if name.startswith(incomplete)]
 
 
