@@ -78,6 +78,7 @@ def test_every_module_is_in_the_readmes_tree_and_every_link_leads_somewhere() ->
         "contract",
         "producer",
         "producer/gateway",
+        "producer/commands",
         "worker",
         "worker/engine",
         "worker/engine/canvas",

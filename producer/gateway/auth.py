@@ -1,6 +1,6 @@
 """Who asks: a dependency of every address that is not for everybody.
 
-Without any key there is one nameless caller, and the service listens on loopback only (`producer.gateway.serving`).
+Without any key there is one nameless caller, and the service listens on loopback only (`producer.listening`).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from contract.errors import DllmError, SettingsError, UsageError
 from contract.ledger import Ledger
 from contract.paths import Folders
 from contract.settings import ProducerSettings
-from producer import serving
+from producer import listening
 from producer.gateway import keys
 from tests.producer.gateway.conftest import Listening
 from tests.producer.gateway.scripted import ScriptedWorker
@@ -117,7 +117,7 @@ def test_without_a_key_only_loopback_is_listened_on(
 ) -> None:
     for host in ("0.0.0.0", "::", "example.org"):
         with pytest.raises(UsageError, match="without an API key only this machine may ask"):
-            serving.serve(producer_settings(serve_host=host), ledger)
+            listening.serve(producer_settings(serve_host=host), ledger)
 
 
 def test_an_address_that_is_taken_is_told(
@@ -125,4 +125,4 @@ def test_an_address_that_is_taken_is_told(
 ) -> None:
     port = int(service.url.rpartition(":")[2])
     with pytest.raises(DllmError, match=f"cannot listen on 127.0.0.1:{port}"):
-        serving.serve(producer_settings(serve_port=port), ledger)
+        listening.serve(producer_settings(serve_port=port), ledger)
