@@ -21,9 +21,10 @@ from urllib.parse import unquote, urlsplit
 from redis.asyncio import Redis as AsyncRedis
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.asyncio.sentinel import Sentinel as AsyncSentinel
-from redis.backoff import NoBackoff
+from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
 from redis.connection import parse_url
 from redis.exceptions import AuthenticationError, NoPermissionError, RedisError
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError, Sentinel
@@ -36,6 +37,7 @@ FORMS = (
     "with USER:PASSWORD@ before the host where they are needed"
 )
 SENTINEL_PORT = 26379
+RETRIES = 4
 SENTINEL_ANSWER_S = 2.0
 """A Sentinel that takes longer is passed over for the next one."""
 
@@ -60,8 +62,15 @@ class Patience(Retry):
         return super().call_with_retry(do, fail, is_retryable=passes, **options)
 
 
-def async_client(url: str, **options: Any) -> AsyncRedis:
-    """As `client`, for an event loop; it does not know the installation's names."""
+def async_client(url: str) -> AsyncRedis:
+    """As `client`, for an event loop, where nobody should wait long: it tries again for a second at most.
+
+    That is as often as needed for connections that died with a server to be made anew. It does not know the
+    installation's names.
+    """
+    patience = AsyncRetry(ExponentialWithJitterBackoff(cap=0.4, base=0.02), retries=RETRIES)
+    options: dict[str, Any] = {"socket_connect_timeout": 5.0, "socket_timeout": 30.0, "health_check_interval": 15}
+    options |= {"retry": patience, "retry_on_error": [RedisConnectionError, RedisTimeoutError]}
     if urlsplit(url).scheme in ("sentinel", "sentinels"):
         watched = _Watched.read(url)
         once = {"retry": AsyncRetry(NoBackoff(), retries=0)}

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 NEEDED = ("fastapi", "uvicorn", "python_multipart")
 INSTALL = "the service needs FastAPI and uvicorn: pip install 'dllm-batch[serve]'"
 BACKLOG = 2048
-PATIENCE = {"socket_connect_timeout": 5.0, "socket_timeout": 30.0, "health_check_interval": 15}
 
 
 def require() -> None:
@@ -58,7 +57,7 @@ def _server(settings: ProducerSettings, ledger: Ledger) -> uvicorn.Server:
 
     logging.getLogger("uvicorn").setLevel("WARNING")
     url = server.resolve(settings)
-    app = create_app(settings, ledger, lambda: addresses.async_client(url, **PATIENCE))
+    app = create_app(settings, ledger, lambda: addresses.async_client(url))
     config = uvicorn.Config(
         app,
         log_config=None,

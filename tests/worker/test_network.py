@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 from typer.testing import CliRunner
 
-from contract import server
+from contract import addresses, server
 from contract.errors import ServerError
 from contract.ledger import BatchState, Ledger
 from contract.paths import Folders
@@ -202,7 +203,7 @@ def test_a_fail_over_is_followed(folders: Folders, tmp_path: Path, wait_until: C
         sentinel(tmp_path / "s", watching, primary, "main", SECRET, "guard"),
     ):
         redis = server.open_redis(settings)
-        assert redis.info("server")["tcp_port"] == primary
+        assert redis.info("server")["tcp_port"] == primary == asyncio.run(port_in_a_loop(url))
         ledger = Ledger(redis)
         file = folders.root / "three.txt"
         file.write_text("a\nb\nc\n")
@@ -212,11 +213,17 @@ def test_a_fail_over_is_followed(folders: Folders, tmp_path: Path, wait_until: C
 
         first.kill()
         wait_until(lambda: answered(lambda: redis.set("dllm:written", 1)))
-        assert redis.info("server")["tcp_port"] == replica
+        assert redis.info("server")["tcp_port"] == replica == asyncio.run(port_in_a_loop(url))
         work(WorkerSettings(root=folders.root, redis_url=url, name="w", linger_ms=0), ledger)
         batch = ledger.get(spec.batch)
         assert batch is not None
         assert (batch.state, batch.counts.done) == (BatchState.DONE, 3)
+
+
+async def port_in_a_loop(url: str) -> int:
+    """The port of the server that an event loop's connection is led to."""
+    async with addresses.async_client(url) as redis:
+        return int((await redis.info("server"))["tcp_port"])
 
 
 def answered(ask: Callable[[], Any]) -> bool:
