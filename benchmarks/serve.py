@@ -1,10 +1,9 @@
 """What the HTTP service costs, with worker, service and client as processes of their own on this machine.
 
-    python benchmarks/serve.py [added] [demo] [streams]
+    python benchmarks/serve.py [added] [streams]
 
 - added: milliseconds that a request through the service takes more than the bare engine, for a model that costs
   nothing. What is left is HTTP, the queue, and the way back.
-- demo: the same for the demo model, one prompt of 16 new tokens at a time.
 - streams: 200 streams at once on a model whose steps sleep: errors, time to the first text, events a second.
 """
 
@@ -22,6 +21,7 @@ import functools
 import json
 import multiprocessing
 import os
+import socket
 import statistics
 import subprocess
 import tempfile
@@ -37,17 +37,13 @@ import httpx2
 from benchmarks.queue import PLAN, Place, SleepingModel
 from contract import logs, server
 from contract.sampling import SamplingParams
-from contract.settings import WorkerSettings
 from worker.engine import EngineStats, Finished, Request
 from worker.intake import Intake
 from worker.loop import Loop
-from worker.model import open_model
 from worker.outputs import Outputs
 
 ROUNDS = 5
 REQUESTS = 200
-DEMO_REQUESTS = 20
-DEMO_TOKENS = 16
 STREAMS = 200
 STEPS, TOKENS_A_STEP, STEP_S = 20, 4, 0.05
 START_S = 120.0
@@ -131,23 +127,21 @@ def _work(root: Path, make: Callable[[], Any]) -> None:
 
 
 @contextmanager
-def serving(make: Callable[[], Any] | None) -> Iterator[str]:
-    """The address of a service with a worker; without `make` it is a `worker run` of the demo model."""
+def serving(make: Callable[[], Any]) -> Iterator[str]:
+    """The address of a service with a worker of the model that `make` makes."""
     with tempfile.TemporaryDirectory(prefix="dllm-serve-") as folder:
         root = Path(folder)
         here = Place(root)
         environment = {**os.environ, "DLLM_ROOT": folder, "DLLM_LOG_LEVEL": "warning", "PYTHONPATH": sys.path[0]}
         processes: list[Any] = []
         try:
-            if make is None:
-                (root / "models").symlink_to(Path(sys.path[0]) / "models")
-                processes.append(_command("worker", "run", environment=environment))
-            else:
-                worker = multiprocessing.get_context("spawn").Process(target=_work, args=(root, make), daemon=True)
-                worker.start()
-                processes.append(worker)
+            worker = multiprocessing.get_context("spawn").Process(target=_work, args=(root, make), daemon=True)
+            worker.start()
+            processes.append(worker)
             port = _free_port()
-            processes.append(_command("producer", "serve", "--port", str(port), environment=environment))
+            program = "from producer.cli import main; main()"
+            command = [sys.executable, "-c", program, "serve", "--port", str(port)]
+            processes.append(subprocess.Popen(command, env=environment))
             url = f"http://127.0.0.1:{port}"
             _until_ready(url)
             yield url
@@ -157,14 +151,7 @@ def serving(make: Callable[[], Any] | None) -> Iterator[str]:
             server.stop(here.producer)
 
 
-def _command(name: str, *words: str, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    program = f"from {name}.cli import main; main()"
-    return subprocess.Popen([sys.executable, "-c", program, *words], env=environment)
-
-
 def _free_port() -> int:
-    import socket
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -182,21 +169,20 @@ def _until_ready(url: str) -> None:
     raise TimeoutError(f"{url} is not ready within {START_S:g} s")
 
 
-def added(make: Callable[[], Any] | None, requests: int) -> tuple[float, float]:
+def added() -> tuple[float, float]:
     """Milliseconds at P50 of a request through the service, and of the bare engine."""
-    model = make() if make else open_model(WorkerSettings(model="demo", max_rows=1))
-    params = SamplingParams(max_new_tokens=DEMO_TOKENS)
-    bare = [timed(functools.partial(_bare, model, str(number), params)) for number in range(requests)]
-    body = {"prompt": PROMPT, "max_new_tokens": DEMO_TOKENS}
-    with serving(make) as url, httpx2.Client(base_url=url, timeout=60) as client:
+    model = _cheap()
+    bare = [timed(functools.partial(_bare, model, str(number))) for number in range(REQUESTS)]
+    body = {"prompt": PROMPT}
+    with serving(_cheap) as url, httpx2.Client(base_url=url, timeout=60) as client:
         for _ in range(10):
             client.post("/generate", json=body).raise_for_status()
-        through = [timed(lambda: client.post("/generate", json=body).raise_for_status()) for _ in range(requests)]
+        through = [timed(lambda: client.post("/generate", json=body).raise_for_status()) for _ in range(REQUESTS)]
     return statistics.median(through) * 1e3, statistics.median(bare) * 1e3
 
 
-def _bare(model: Any, name: str, params: SamplingParams) -> None:
-    model.engine.add(model.request(name, PROMPT, params))
+def _bare(model: Any, name: str) -> None:
+    model.engine.add(model.request(name, PROMPT, SamplingParams()))
     while not model.engine.step():
         pass
 
@@ -254,15 +240,12 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def main(names: list[str]) -> None:
-    for name, make, requests in (("added", _cheap, REQUESTS), ("demo", None, DEMO_REQUESTS)):
-        if names and name not in names:
-            continue
-        rounds = [added(make, requests) for _ in range(ROUNDS)]
+    if not names or "added" in names:
+        rounds = [added() for _ in range(ROUNDS)]
         through, bare = (statistics.median(values) for values in zip(*rounds, strict=True))
         more = statistics.median(one - other for one, other in rounds)
-        sys.stdout.write(
-            f"{name}: {more:.2f} ms added at P50; service {through:.2f}, bare engine {bare:.2f} (median of {ROUNDS})\n"
-        )
+        line = f"added: {more:.2f} ms at P50; service {through:.2f}, bare engine {bare:.2f} (median of {ROUNDS})"
+        sys.stdout.write(line + "\n")
     if not names or "streams" in names:
         for _ in range(ROUNDS):
             told = ", ".join(f"{name} {value:.3g}" for name, value in streams().items())
