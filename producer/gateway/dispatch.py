@@ -12,6 +12,7 @@ import secrets
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
+from pydantic import ValidationError
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
@@ -19,11 +20,12 @@ from contract import interactive, logs
 from contract.interactive import Reply
 from contract.jobs import Completion, ErrorRow, PromptJob
 from contract.names import Names
-from producer.gateway.errors import of_failure, timed_out
+from producer.gateway.errors import ApiError, of_failure, timed_out
 
 AT_A_TIME = 32
 """Connections that asking takes at most; each is needed for a moment only."""
 PAUSE_S = 1.0
+UNREADABLE = "a worker's reply cannot be read: workers and service must be of one version"
 
 
 @dataclass(frozen=True)
@@ -108,9 +110,9 @@ class Asked:
         self.model = model
         self.request = request
         self.count = count
+        self.deadline = deadline
         self._dispatch = dispatch
         self._replies = replies
-        self._deadline = deadline
         self._open = set(range(count))
         self._told = [0] * count
 
@@ -130,12 +132,19 @@ class Asked:
 
     async def _next(self) -> Reply:
         try:
-            async with asyncio.timeout_at(self._deadline):
+            async with asyncio.timeout_at(self.deadline):
                 return await self._replies.get()
         except TimeoutError:
             raise timed_out("the request was not answered in time: ask for less, or raise serve_timeout_s") from None
 
     def _part(self, reply: Reply) -> Part | None:
+        """Raises ApiError for a choice that failed, or a reply that cannot be read; what it holds is told to nobody."""
+        try:
+            return self._read(reply)
+        except (ValidationError, KeyError, ValueError):
+            raise ApiError(500, UNREADABLE, kind="server_error", code="unreadable_reply") from None
+
+    def _read(self, reply: Reply) -> Part | None:
         if reply.choice not in self._open:  # a reply that came twice
             return None
         if reply.kind == "failed":
@@ -151,7 +160,11 @@ class Asked:
         return Part(reply.choice, "")
 
     def _new(self, choice: int, at: int, text: str) -> str:
-        """What of `text`, which begins at character `at` of the output, has not been told: a row may begin anew."""
-        new = text[max(0, self._told[choice] - at) :]
+        """What of `text`, which begins at character `at` of the output, has not been told: a row may begin anew.
+
+        Nothing where a piece before it is missing, as after an outage: all of it comes with the end.
+        """
+        told = self._told[choice]
+        new = text[told - at :] if at <= told else ""
         self._told[choice] += len(new)
         return new

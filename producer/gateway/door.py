@@ -16,8 +16,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from producer.gateway.errors import ApiError, too_large
 
-GONE = 499
-"""The status in the audit log of a client that went away before its answer began."""
+GONE, BUG = 499, 500
+"""Statuses in the audit log of answers that never began: the client went away, or we failed."""
 
 
 @dataclass
@@ -67,6 +67,9 @@ class Door:
 
         try:
             await self._app(scope, limited(scope, receive, self._most(scope["path"])), told)
+        except Exception:  # a bug: whoever is around us answers it
+            entry.status = BUG if entry.status == GONE else entry.status
+            raise
         finally:
             entry.seconds = round(time.monotonic() - began, 4)
             self._record(entry)

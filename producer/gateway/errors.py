@@ -168,10 +168,9 @@ async def _invalid(request: Request, error: RequestValidationError) -> Response:
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return bad_request("the body is not JSON", code="bad_json").response()
-    place = [str(part) for part in first["loc"][1:]]
-    param = ".".join(place) or None
-    message = first["msg"].removeprefix("Value error, ")
-    return bad_request(f"{param}: {message}" if param else f"the body: {message}", param).response()
+    place = [str(part) for part in first["loc"][1:]] or ["the body"]
+    message = f"{'.'.join(place)}: {first['msg'].removeprefix('Value error, ')}"
+    return bad_request(message, place[0] if len(first["loc"]) > 1 else None).response()
 
 
 async def _bad_prompt(request: Request, error: BadPrompt) -> Response:
@@ -184,7 +183,9 @@ async def _outage(request: Request, error: RedisError) -> Response:
 
 
 async def _bug(request: Request, error: Exception) -> Response:
-    return ApiError(500, "an error of the service: its log says more", kind="server_error", code="internal").response()
+    told = ApiError(500, "an error of the service: its log says more", kind="server_error", code="internal")
+    told.headers = {"x-request-id": request.state.entry.request}  # this answer does not pass the door
+    return told.response()
 
 
 def _plain(body: Any) -> Any:

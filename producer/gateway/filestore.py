@@ -6,6 +6,7 @@ that of creation. Every call here may wait for the disk: it belongs into a threa
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -116,16 +117,18 @@ class FileStore:
     def delete(self, stored: Stored) -> None:
         """Gone at once for whoever looks, whatever is left on the disk by a crash."""
         hidden = self._folder / f".{stored.id}{PART}"
-        os.rename(self._folder / stored.id, hidden)
-        fsync_folder(self._folder)
+        with contextlib.suppress(FileNotFoundError):  # somebody else was faster
+            os.rename(self._folder / stored.id, hidden)
+            fsync_folder(self._folder)
         shutil.rmtree(hidden, ignore_errors=True)
 
     def sweep(self) -> None:
         """Remove what crashes left half written."""
         for name in _names(self._folder):
             place = self._folder / name
-            if name.endswith(PART) and time.time() - place.stat().st_mtime > ABANDONED_S:
-                shutil.rmtree(place, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError):  # it was not abandoned after all
+                if name.endswith(PART) and time.time() - place.stat().st_mtime > ABANDONED_S:
+                    shutil.rmtree(place, ignore_errors=True)
 
 
 def _names(folder: Path) -> list[str]:

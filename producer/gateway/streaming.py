@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -19,11 +20,13 @@ from producer.gateway.errors import ApiError
 from producer.gateway.running import Running
 
 WORD = re.compile(r"\s*\S+|\s+$")
+SENDING_S = 5.0
+"""After its deadline a stream that is still not sent, because nobody reads it, is given up."""
 DONE = b"data: [DONE]\n\n"
 
 
 class EventStream(StreamingResponse):
-    """Lets go of the request whatever becomes of the response, also where nobody began to read it."""
+    """Lets go of the request whatever becomes of the response, also where nobody reads it."""
 
     def __init__(self, events: AsyncIterator[bytes], running: Running) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
@@ -31,7 +34,9 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(self._running.asked.deadline + SENDING_S):
+                    await super().__call__(scope, receive, send)
         finally:
             self._running.close()
 

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from fastapi import Request
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
+from starlette.requests import ClientDisconnect
 
+from producer.gateway.door import GONE
 from producer.gateway.errors import ApiError, bad_request
 from producer.gateway.filestore import FileStore, Receiving, Stored
 
@@ -98,6 +100,8 @@ async def receive(request: Request, store: FileStore, owner: str) -> Stored:
             raise bad_request("the form has no field 'file', or ends too early", "file")
         await asyncio.to_thread(receiving.write, bytes(form.data))
         return await asyncio.to_thread(receiving.keep, owner, purpose)
+    except ClientDisconnect:
+        raise ApiError(GONE, "the client went away") from None
     except FormParserError as error:
         raise bad_request(f"the form cannot be read: {error}") from None
     except OSError as error:

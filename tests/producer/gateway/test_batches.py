@@ -132,7 +132,7 @@ def test_what_cannot_become_a_batch_is_refused(service: Listening) -> None:
         (chat, {"endpoint": "/v1/completions"}, 400, "endpoint"),
         (chat, {"endpoint": "/v1/embeddings"}, 400, "endpoint"),
         (chat, {"completion_window": "1h"}, 400, "completion_window"),
-        (chat, {"metadata": {"a": 3}}, 400, "metadata.a"),
+        (chat, {"metadata": {"a": 3}}, 400, "metadata"),
         (chat, {"unknown": 1}, 400, "unknown"),
         (str(upload(service, b"\n \n").json()["id"]), {}, 400, "input_file_id"),
         (str(upload(service, b"not json\n").json()["id"]), {}, 400, "input_file_id"),

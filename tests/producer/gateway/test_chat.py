@@ -278,6 +278,40 @@ def test_other_addresses_and_methods_are_answered_in_the_same_shape(service: Lis
     assert service.client.get("/readyz").json() == {"status": "ok", "redis": True, "workers": 1}
 
 
+def test_a_piece_that_is_missing_comes_with_the_end(service: Listening, worker: ScriptedWorker) -> None:
+    """Redis forgot a reply: what follows it is held back, and nothing is out of place."""
+    worker.script = lambda job: [said for number, said in enumerate(answered(job)) if number != 3]
+    told = events(service.chat(stream=True))
+    assert "".join(one["choices"][0]["delta"].get("content", "") for one in told) == TEXT
+
+
+def test_a_reply_that_cannot_be_read_ends_its_request(service: Listening, worker: ScriptedWorker) -> None:
+    worker.script = lambda job: [("done", {"no": "completion"})]
+    answer = service.chat()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "unreadable_reply")
+    worker.script = answered
+    assert service.chat().status_code == 200
+
+
+class Broken:
+    """A filter with a bug."""
+
+    def __init__(self, settings: Any) -> None:
+        pass
+
+    async def prompt(self, text: str, caller: str) -> str | None:
+        raise RuntimeError("a bug")
+
+
+def test_a_bug_is_answered_in_the_shape_of_all_errors(
+    worker: ScriptedWorker, listening: Callable[..., Listening]
+) -> None:
+    answer = listening(serve_filters=f"{__name__}:Broken").chat()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal")
+    assert answer.headers["x-request-id"].startswith("req_")
+    assert worker.seen == []
+
+
 def test_more_than_a_body_may_hold_is_refused(worker: ScriptedWorker, listening: Callable[..., Listening]) -> None:
     service = listening(serve_max_body_mb=1)
     assert service.chat("a" * (1 << 20)).status_code == 413
