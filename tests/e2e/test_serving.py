@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,34 +24,30 @@ DRAWN: dict[str, Any] = {"model": "tiny", "messages": HELLO, "max_tokens": 32, "
 
 
 class Served(System):
-    """A root with a worker and a service on a port of its own."""
+    """A root with a service on a port of its own; a worker comes when it is asked for."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
-        self.port = free_port()
         file = keys.place(ProducerSettings(root=root))
         self.key, self.slow_key = keys.make(file, "alice", None, None), keys.make(file, "bob", 1, None)
-        self.worker = self.start("worker", "run", "--max-rows", "8")
-        self.service = self.serve()
+        self.port = free_port()
+        self.service = self.start("producer", "serve", "--port", str(self.port))
 
-    def serve(self) -> subprocess.Popen[bytes]:
-        return self.start("producer", "serve", "--port", str(self.port))
-
-    def ready(self) -> bool:
+    def says(self, path: str) -> int:
+        """The status of an address; 0 while nobody listens."""
         try:
-            return httpx2.get(f"http://127.0.0.1:{self.port}/readyz").status_code == 200
+            return httpx2.get(f"http://127.0.0.1:{self.port}{path}").status_code
         except httpx2.TransportError:
-            return False
+            return 0
 
     def client(self, key: str | None = None) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=key or self.key, max_retries=0)
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    root = tmp_path_factory.mktemp("served")
-    llama_block(root / "models" / "tiny", chat_template=True)
-    opened = Served(root)
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    llama_block(tmp_path / "models" / "tiny", chat_template=True)
+    opened = Served(tmp_path)
     try:
         yield opened
     finally:
@@ -60,21 +55,30 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
             if process.poll() is None:
                 process.kill()
             process.wait()
-        server.stop(ProducerSettings(root=root))
+        server.stop(ProducerSettings(root=tmp_path))
 
 
-@pytest.fixture
-def client(served: Served, wait_until: Callable[..., None]) -> Iterator[openai.OpenAI]:
-    wait_until(served.ready, START_S)
-    with served.client() as opened:
-        yield opened
+def test_openais_client_needs_another_base_url_and_nothing_else(
+    served: Served, wait_until: Callable[..., None]
+) -> None:
+    wait_until(lambda: served.says("/healthz") == 200, START_S)
+    with served.client() as client:
+        with pytest.raises(openai.InternalServerError) as refused:
+            client.chat.completions.create(**DRAWN)
+        assert (refused.value.status_code, refused.value.code) == (503, "no_worker")
+        served.start("worker", "run", "--max-rows", "8")
+        wait_until(lambda: served.says("/readyz") == 200, START_S)
+        chat_seed_choices_stop_and_stream(client)
+        a_file_becomes_a_batch_and_its_outputs(client, wait_until)
+        errors_are_those_of_the_client(served, client)
+        what_is_under_way_is_sent_to_its_end(served, client)
 
 
 def content(answer: Any) -> str:
     return str(answer.choices[0].message.content)
 
 
-def test_chat_seed_choices_stop_and_stream(client: openai.OpenAI) -> None:
+def chat_seed_choices_stop_and_stream(client: openai.OpenAI) -> None:
     first = client.chat.completions.create(**DRAWN, seed=5)
     assert content(first)
     assert first.usage is not None
@@ -100,7 +104,7 @@ def test_chat_seed_choices_stop_and_stream(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
 
 
-def test_a_file_becomes_a_batch_and_its_outputs(client: openai.OpenAI, wait_until: Callable[..., None]) -> None:
+def a_file_becomes_a_batch_and_its_outputs(client: openai.OpenAI, wait_until: Callable[..., None]) -> None:
     body = {"model": "tiny", "messages": HELLO, "max_tokens": 8}
     rows: list[dict[str, Any]] = [
         {"custom_id": f"r{number}", "method": "POST", "url": "/v1/chat/completions", "body": body}
@@ -126,7 +130,7 @@ def test_a_file_becomes_a_batch_and_its_outputs(client: openai.OpenAI, wait_unti
     assert client.files.delete(file.id).deleted
 
 
-def test_errors_are_those_of_the_client(served: Served, client: openai.OpenAI) -> None:
+def errors_are_those_of_the_client(served: Served, client: openai.OpenAI) -> None:
     def ask(client: openai.OpenAI, **values: Any) -> None:
         client.chat.completions.create(**{**DRAWN, **values})
 
@@ -148,10 +152,8 @@ def test_errors_are_those_of_the_client(served: Served, client: openai.OpenAI) -
     assert int(limited.value.response.headers["retry-after"]) > 0
 
 
-def test_it_stops_in_order_goes_on_later_and_says_when_no_worker_lives(
-    served: Served, client: openai.OpenAI, wait_until: Callable[..., None]
-) -> None:
-    """The stream under way is sent to its end; then the process exits with 0, and the next one knows every batch."""
+def what_is_under_way_is_sent_to_its_end(served: Served, client: openai.OpenAI) -> None:
+    """After SIGTERM; then the process exits with 0."""
     whole = client.chat.completions.create(**DRAWN, seed=5)
     events = iter(client.chat.completions.create(**DRAWN, seed=5, stream=True, extra_body={"stream_rate": 20}))
     pieces = [next(events), next(events)]
@@ -159,17 +161,3 @@ def test_it_stops_in_order_goes_on_later_and_says_when_no_worker_lives(
     pieces += list(events)
     assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == content(whole)
     assert served.service.wait(timeout=30) == 0
-    served.service = served.serve()
-    wait_until(served.ready, START_S)
-    (batch,) = client.batches.list()
-    assert batch.status == "completed"
-    served.worker.send_signal(signal.SIGTERM)
-    assert served.worker.wait(timeout=60) == 0
-
-    def refused() -> bool:
-        with pytest.raises(openai.InternalServerError) as caught:
-            client.chat.completions.create(**DRAWN, timeout=5)
-        return caught.value.status_code == 503
-
-    wait_until(lambda: not served.ready())
-    assert refused()
