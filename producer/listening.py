@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 import socket
 from typing import TYPE_CHECKING
 
@@ -46,7 +47,10 @@ def serve(settings: ProducerSettings, ledger: Ledger) -> None:
     with _listening(settings) as listener:
         host, port = listener.getsockname()[:2]
         logs.get().info("serving", url=f"http://{f'[{host}]' if ':' in host else host}:{port}")
-        _server(settings, ledger).run(sockets=[listener])
+        service = _server(settings, ledger)
+        service.run(sockets=[listener])
+    if not service.started:
+        raise DllmError("the service did not start: its log says why")
     logs.get().info("serving_stopped")
 
 
@@ -63,7 +67,7 @@ def _server(settings: ProducerSettings, ledger: Ledger) -> uvicorn.Server:
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=int(settings.serve_grace_s) or 1,
+        timeout_graceful_shutdown=max(1, math.ceil(settings.serve_grace_s)),
         timeout_keep_alive=75,
     )
     return uvicorn.Server(config)

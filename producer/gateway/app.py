@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from contract import logs
 from contract.ledger import Ledger
 from contract.settings import ProducerSettings
-from producer.gateway import batches, chat, completions, errors, files, generate, health, models
+from producer.gateway import batches, chat, completions, errors, files, filters, generate, health, keys, models
 from producer.gateway.door import Door, Entry
 from producer.gateway.service import opened
 
@@ -25,11 +25,15 @@ ROUTERS = tuple(one.router for one in (generate, chat, completions, models, file
 
 
 def create_app(settings: ProducerSettings, ledger: Ledger, redis: Callable[[], Redis]) -> FastAPI:
-    """The application. `redis` makes its connection inside the event loop; `ledger` is used in threads."""
+    """The application. `redis` makes its connection inside the event loop; `ledger` is used in threads.
+
+    Raises SettingsError for keys or filters that cannot be read.
+    """
+    known, judges = keys.load(settings), filters.load(settings)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with opened(settings, ledger, redis()) as service:
+        async with opened(settings, ledger, redis(), known, judges) as service:
             app.state.service = service
             yield
 

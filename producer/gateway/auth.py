@@ -26,7 +26,7 @@ async def caller(
     """Raises ApiError (401) without a key that is known."""
     settings, keys = here.settings, here.keys
     rate, concurrent = settings.serve_requests_per_minute, settings.serve_concurrent
-    if not keys.known:
+    if not here.needs_key:
         _refuse_other_names(request.url.hostname or "")
         found = Caller(NOBODY, rate, concurrent)
     elif key := keys.find(given.credentials) if given else None:

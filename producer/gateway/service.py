@@ -19,13 +19,14 @@ from contract.errors import DllmError
 from contract.interactive import Capacity
 from contract.ledger import Ledger
 from contract.settings import ProducerSettings
-from producer.gateway import filters, keys
+from producer.gateway import keys
 from producer.gateway.dispatch import Dispatch
 from producer.gateway.errors import not_found
 from producer.gateway.filestore import FileStore
 from producer.gateway.filters import Filters
 from producer.gateway.keys import Keys
 from producer.gateway.limits import Limits, Measured
+from producer.gateway.loopback import is_loopback
 from producer.gateway.submitting import Submitting
 
 REFRESH_S = 1.0
@@ -45,6 +46,8 @@ class Service:
         self.redis = redis
         self.names = ledger.redis.names
         self.keys = known
+        self.needs_key = bool(known.known) or not is_loopback(settings.serve_host)
+        """Once there was a key, or where others can ask too, nobody may without: also when the last one is revoked."""
         self.filters = judges
         self.limits = Limits(settings.serve_share)
         self.dispatch = Dispatch(redis, self.names)
@@ -127,15 +130,17 @@ class Service:
             await asyncio.sleep(REFRESH_S)
             try:
                 self.keys = await self.in_thread(keys.load, self.settings)
+                self.needs_key |= bool(self.keys.known)
                 await self.measure()
             except (DllmError, RedisError) as error:  # what was known stays so
                 logs.get().warning("refresh_failed", reason=str(error))
 
 
 @contextlib.asynccontextmanager
-async def opened(settings: ProducerSettings, ledger: Ledger, redis: Redis) -> AsyncIterator[Service]:
+async def opened(
+    settings: ProducerSettings, ledger: Ledger, redis: Redis, known: Keys, judges: Filters
+) -> AsyncIterator[Service]:
     """The service, at work until it is left."""
-    known, judges = await asyncio.to_thread(lambda: (keys.load(settings), filters.load(settings)))
     service = Service(settings, ledger, redis, known, judges)
     await service.start()
     try:

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from contract.errors import SettingsError
+from contract.ledger import Ledger
 from contract.settings import ProducerSettings
+from producer import listening as serving
 from producer.gateway import filters
 from producer.gateway.filters import Words, whole_words
 from tests.producer.gateway.conftest import Listening
@@ -66,6 +68,13 @@ def test_what_is_named_and_is_not_there_is_told(producer_settings: Callable[...,
             filters.load(producer_settings(serve_filters=named))
     with pytest.raises(SettingsError, match="serve_filter_words"):
         filters.load(producer_settings(serve_filter_words="/no/such/file"))
+
+
+def test_a_service_with_a_wrong_filter_does_not_start(
+    producer_settings: Callable[..., ProducerSettings], ledger: Ledger
+) -> None:
+    with pytest.raises(SettingsError, match="serve_filters"):
+        serving.serve(producer_settings(serve_filters="nothing", serve_port=0), ledger)
 
 
 def test_refused_prompts_and_outputs(

@@ -104,6 +104,17 @@ def test_keys_that_are_made_and_revoked_count_without_a_restart(
     wait_until(lambda: service.client.get("/v1/models", headers=alice).status_code == 401)
 
 
+def test_who_revokes_the_last_key_does_not_open_the_service_to_everybody(
+    worker: ScriptedWorker, listening: Callable[..., Listening], wait_until: Callable[..., None]
+) -> None:
+    key = keys.make(keys.place(listening().settings), "alice", None, None)
+    service = listening()
+    keys.revoke(keys.place(service.settings), "alice")
+    alice = {"Authorization": f"Bearer {key}"}
+    wait_until(lambda: service.client.get("/v1/models", headers=alice).status_code == 401)
+    assert service.client.get("/v1/models").status_code == 401
+
+
 def test_limits_of_a_key(worker: ScriptedWorker, listening: Callable[..., Listening]) -> None:
     service = listening(serve_requests_per_minute=2)
     assert [service.chat().status_code for _ in range(3)] == [200, 200, 429]
