@@ -94,6 +94,16 @@ def test_a_stream_is_the_answer_in_pieces(service: Listening) -> None:
     assert all("usage" not in one for one in pieces)
 
 
+def test_the_choices_of_a_stream_are_told_apart(service: Listening) -> None:
+    told = events(service.chat(stream=True, n=3, stream_options={"include_usage": True}))
+    assert told.pop()["usage"] == {"prompt_tokens": 5, "completion_tokens": 24, "total_tokens": 29}
+    for choice in range(3):
+        own = [one["choices"][0] for one in told if one["choices"][0]["index"] == choice]
+        assert own[0]["delta"]["role"] == "assistant"
+        assert "".join(one["delta"].get("content", "") for one in own) == TEXT
+        assert [one["finish_reason"] for one in own].index("stop") == len(own) - 1
+
+
 def test_blocks_are_sent_as_they_come(service: Listening, worker: ScriptedWorker) -> None:
     """The first is here while the worker still waits for us to have it."""
     read: list[str] = []
