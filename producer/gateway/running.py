@@ -68,12 +68,15 @@ async def begin(request: Request, here: Service, caller: Caller, wanted: Wanted)
     _note(request, here, wanted, jobs)
     measured = await here.capacity(wanted.model)
     deadline = asyncio.get_running_loop().time() + here.settings.serve_timeout_s
-    with contextlib.ExitStack() as slots:
-        slots.enter_context(here.limits.running(caller, wanted.model, len(jobs), measured))
+    slots = contextlib.ExitStack()
+    slots.enter_context(here.limits.running(caller, wanted.model, len(jobs), measured))
+    try:
         asked = await here.dispatch.ask(wanted.model, jobs, deadline)
-        slots.callback(asked.close)
-        return Running(asked, here.filters, caller, slots.pop_all())
-    raise AssertionError("a stack swallows nothing")
+    except BaseException:
+        slots.close()
+        raise
+    slots.callback(asked.close)
+    return Running(asked, here.filters, caller, slots)
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
