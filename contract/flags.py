@@ -72,7 +72,7 @@ def sampling_flags(*without: str) -> Callable[[Command], Command]:
 
         @functools.wraps(command)
         def called(**given: Any) -> None:
-            sampling = {name: value for name in options if (value := given.pop(name)) is not None}
+            sampling = {name: value for name in options if (value := given.pop(name)) not in (None, [])}
             command(sampling=sampling, **given)
 
         found: list[inspect.Parameter] = []
@@ -86,12 +86,12 @@ def sampling_flags(*without: str) -> Callable[[Command], Command]:
 
 def _option(name: str, field: FieldInfo) -> inspect.Parameter:
     """The option of a field; what is wrong about a value is said by `parse_params`."""
-    kind: Any = next(one for one in get_args(field.annotation) or (field.annotation,) if one is not NoneType)
+    kind = next(one for one in get_args(field.annotation) or (field.annotation,) if one is not NoneType)
     kind = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+    kind = list[kind] if get_origin(field.annotation) is tuple else kind  # type: ignore[valid-type]
     words = get_args(kind) if get_origin(kind) is Literal else ()
     told = str(field.description)
     told = told[0].upper() + told[1:] + ("" if all(word in told for word in words) else f": {', '.join(words)}")
     flag = typer.Option(f"--{name.replace('_', '-')}", help=told, autocompletion=among(words) if words else None)
-    kind = list[kind] if get_origin(field.annotation) is tuple else str if words else kind
-    annotation: Any = Annotated[kind | None, flag]
+    annotation: Any = Annotated[(str if words else kind) | None, flag]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

@@ -70,7 +70,7 @@ class SamplingParams(BaseModel):
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = Field(
         None, description="seed; the same one gives the same text"
     )
-    stop: tuple[str, ...] = Field((), description="a text that ends the answer; up to four times")
+    stop: tuple[str, ...] = Field((), description="texts before the first of which the answer ends; at most four")
     truncate: Truncate | None = Field(None, description="where too long a prompt is cut: left or middle")
     timeout_s: Annotated[float, Field(gt=0.0)] | None = Field(
         None, description="seconds in which a started prompt must be answered"

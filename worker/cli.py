@@ -186,16 +186,22 @@ def generate(
     config = settings.read(WorkerSettings, flags)
     from worker.devices import devices
     from worker.model import open_model
+    from worker.transcript import Transcript, answer
 
     opened = open_model(config.model_copy(update={"device": devices(config.device)[0]}))
     opened.engine.add(opened.request("generate", prompt, params))
-    finished = None
+    finished, transcript = None, Transcript(opened.tokenizer, params.stop)
     while finished is None:
         finished = next(iter(opened.engine.step()), None)
+        if params.stop:
+            transcript.take(opened.engine.progress("generate", len(transcript.token_ids)))
+        if transcript.stopped:
+            finished = finished or opened.engine.cut("generate", len(transcript.token_ids))
     if finished.error is not None:
         raise finished.error
-    _deliver(opened.tokenizer.decode(finished.token_ids), output_file)
-    tokens = len(finished.token_ids)
+    found = answer(opened.tokenizer, finished.token_ids, params.stop)
+    _deliver(found.text, output_file)
+    tokens = found.tokens
     err.print(
         f"{tokens} tokens in {finished.seconds:.2f} s ({tokens / finished.seconds:.1f} tokens/s), {finished.steps} "
         f"denoise steps, {finished.tokens_per_forward:.2f} tokens per forward",

@@ -36,10 +36,10 @@ def answer(tokenizer: Tokenizer, token_ids: Sequence[int], stops: Sequence[str])
     fewest, most = 0, len(token_ids)
     while fewest < most:
         middle = (fewest + most) // 2
-        if len(tokenizer.decode(token_ids[:middle])) < end:
-            fewest = middle + 1
-        else:
+        if tokenizer.decode(token_ids[:middle]).startswith(text[:end]):
             most = middle
+        else:
+            fewest = middle + 1
     return Answer(text[:end], fewest, stopped=True)
 
 
@@ -54,8 +54,7 @@ class Transcript:
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
         self._tokenizer = tokenizer
         self._stops = stops
-        ends = tokenizer.end_of_answer
-        self._ends = [*stops, ends] if ends else list(stops)
+        self._ends = [*stops, *([tokenizer.end_of_answer] if tokenizer.end_of_answer else [])]
         self.token_ids: list[int] = []
         self.stopped = False
         """Did a stop text come?"""
@@ -85,25 +84,28 @@ class Transcript:
     def piece(self) -> str:
         """What can be shown and was not yet."""
         end = len(self._text) if self._over else self._certain()
+        if self._tokenizer.end_of_answer:
+            end = len(self._text[:end].rstrip())  # spaces are dropped before it, and it may come yet
         piece = self._text[self.shown : end]
         self.shown = max(self.shown, end)
         return piece
 
     def _look(self, before: int) -> None:
-        """Cut the text where it ends; what stood there `before` held no whole stop."""
+        """Cut the text where it ends, as `answer` does; what stood there `before` held no end."""
         start = max(0, before + 1 - max(map(len, self._ends), default=0))
-        end = first_of(self._ends, self._text, start)
-        if end is None:
-            return
-        self._over = True
-        self.stopped = first_of(self._stops, self._text, start) == end
-        self._text = self._text[:end] if self.stopped else self._text[:end].rstrip()
+        over = first_of(self._ends[len(self._stops) :], self._text, start)
+        if over is not None:
+            self._text = self._text[:over].rstrip()
+        stop = first_of(self._stops, self._text, start)
+        if stop is not None:
+            self._text, self.stopped = self._text[:stop], True
+        self._over = over is not None or self.stopped
 
     def _certain(self) -> int:
-        """Where what may yet become a stop begins; before the end of an answer spaces are dropped."""
+        """Where what may yet become an end begins."""
         kept = len(self._text)
-        for stop in self._ends:
-            longest = min(len(stop) - 1, len(self._text))
-            begun = next((n for n in range(longest, 0, -1) if self._text.endswith(stop[:n])), 0)
+        for end in self._ends:
+            longest = min(len(end) - 1, len(self._text))
+            begun = next((n for n in range(longest, 0, -1) if self._text.endswith(end[:n])), 0)
             kept = min(kept, len(self._text) - begun)
-        return len(self._text[:kept].rstrip()) if self._tokenizer.end_of_answer else kept
+        return kept

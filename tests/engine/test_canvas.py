@@ -349,3 +349,41 @@ def test_a_row_that_becomes_nan_fails_alone(loaded: CanvasLoaded, alone: dict[Ha
     assert error is not None
     assert error.code == "model_error"
     assert tokens(finished) == {one.id: alone[one.id].token_ids for one in healthy}
+
+
+def test_urgent_rows_have_places_of_their_own_and_what_is_final_is_told(
+    loaded: CanvasLoaded, alone: dict[Hashable, Finished]
+) -> None:
+    engine = fresh(loaded, max_rows=2, max_step_tokens=2 * CANVAS, urgent_rows=1)
+    some = [one for one in requests() if one.id in (3, 8, 11)]
+    for one in some:
+        engine.add(replace(one, urgent=one.id == 11))
+    assert (engine.room(), engine.room(urgent=True), engine.most_rows) == (0, 0, 3)
+    told: dict[Hashable, list[int]] = {one.id: [] for one in some}
+    finished: dict[Hashable, Finished] = {}
+    while engine.active():
+        finished |= {one.id: one for one in engine.step()}
+        for name in engine.active():
+            told[name] += engine.progress(name, len(told[name]))
+    assert tokens(finished) == {name: alone[name].token_ids for name in finished}
+    assert max(map(len, told.values())) >= CANVAS
+    for name, one in finished.items():
+        assert tuple(told[name]) == one.token_ids[: len(told[name])]
+
+
+def test_a_canvas_in_the_way_of_an_urgent_one_is_named_and_a_row_can_be_cut(
+    loaded: CanvasLoaded, alone: dict[Hashable, Finished]
+) -> None:
+    first, second, third = [one for one in requests() if one.id in (9, 10, 11)]
+    engine = fresh(loaded, urgent_rows=1, memory_budget=2 * fresh(loaded).memory.need(85 + 4 * CANVAS))
+    engine.add(first)
+    engine.add(second)
+    engine.step()
+    engine.add(replace(third, urgent=True))
+    assert engine.in_the_way() == second.id
+    engine.remove(second.id)
+    assert engine.in_the_way() is None
+    while not engine.progress(third.id):
+        engine.step()
+    assert engine.cut(third.id, 3).token_ids == alone[third.id].token_ids[:3]
+    assert engine.active() == [first.id]

@@ -1,4 +1,7 @@
-"""A prompt's tokens do not depend on its neighbours, on when it came, or on how the engine is limited."""
+"""A prompt's tokens do not depend on its neighbours, on when it came, or on how the engine is limited.
+
+Nor does what is told of them while they come into being.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +37,7 @@ class Guest:
     which: int
     arrives: int
     leaves: int | None
+    urgent: bool
 
 
 guests = st.builds(
@@ -41,6 +45,7 @@ guests = st.builds(
     which=st.integers(0, PROMPTS - 1),
     arrives=st.one_of(st.just(0), st.integers(0, 20)),
     leaves=st.one_of(st.none(), st.none(), st.integers(1, 20)),
+    urgent=st.booleans(),
 )
 mixes = st.lists(guests, min_size=2, max_size=9, unique_by=lambda guest: guest.which)
 
@@ -121,25 +126,30 @@ def test_the_pool_holds_every_kind_of_prompt() -> None:
 
 def hold(loaded: Loaded, mix: list[Guest], max_rows: int, max_step_tokens: int) -> None:
     """Run `mix`, compare every guest that stayed with its lonely run, and find nothing left behind."""
-    engine = engine_of(loaded, max_rows=max_rows, max_step_tokens=max_step_tokens)
+    engine = engine_of(loaded, max_rows=max_rows, max_step_tokens=max_step_tokens, urgent_rows=1)
     finished: dict[Any, Finished] = {}
+    told: dict[Any, list[int]] = {guest.which: [] for guest in mix}
     removed: set[int] = set()
     waiting = sorted(mix, key=lambda guest: guest.arrives)
     step = 0
     while waiting or engine.active():
         while waiting and waiting[0].arrives <= step:
-            engine.add(pool_request(loaded.spec.attention, waiting.pop(0).which))
+            guest = waiting.pop(0)
+            engine.add(replace(pool_request(loaded.spec.attention, guest.which), urgent=guest.urgent))
         for guest in mix:
             if guest.leaves is not None and guest.arrives + guest.leaves == step and engine.remove(guest.which):
                 removed.add(guest.which)
         for one in engine.step():
             assert one.id not in finished
             finished[one.id] = one
+        for which in engine.active():
+            told[which] += engine.progress(which, len(told[which]))
         step += 1
     assert finished.keys() | removed == {guest.which for guest in mix}
     assert not finished.keys() & removed
     for which, one in finished.items():
         assert outcome(one) == outcome(alone(loaded, which))
+        assert tuple(told[which]) == one.token_ids[: len(told[which])]
     assert len(engine.runner.slots) == len(engine.runner.history) == 0
     assert not engine.prefixes.leading
 

@@ -100,7 +100,7 @@ def test_a_batch_waits_for_its_hours_and_status_says_until_when(run: Run, file: 
     told = json.loads(run("status", batch, "--json").stdout)
     opens = datetime(2999, 12, 3, 22).timestamp()
     assert (told["state"], told["window"], told["waits_until"]) == ("running", "22:00-06:00", opens)
-    assert json.loads(run("status", "--json").stdout)["queues"][1]["waiting"] == 3
+    assert json.loads(run("status", "--json").stdout)["queues"][2]["waiting"] == 3
 
 
 def test_a_batch_in_its_hours_does_not_wait(run: Run, file: Path) -> None:
@@ -367,6 +367,7 @@ def test_status_as_json_is_one_document(run: Run, file: Path) -> None:
     assert (shown["batch"], shown["state"], shown["total"], shown["failed"]) == (batch, "running", 4, 1)
     assert system["workers"] == []
     assert {(each["priority"], each["waiting"]) for each in system["queues"]} == {
+        ("interactive", 0),
         ("high", 0),
         ("normal", 3),
         ("low", 0),

@@ -176,7 +176,7 @@ def test_everything_that_counts_sees_the_backlogs(
     submit(2, batch="c", priority="high")
     assert queues.depths(redis, "demo") == {"interactive": 0, "high": 2, "normal": 8, "low": 0}
     rows = intake.take(3)
-    assert queues.depths(redis, "demo") == {"high": 0, "normal": 7, "low": 0}
+    assert queues.depths(redis, "demo") == {"interactive": 0, "high": 0, "normal": 7, "low": 0}
     intake.give_back(rows)
     assert queues.depths(redis, "demo") == {"interactive": 0, "high": 2, "normal": 8, "low": 0}
     assert turns.waiting(redis, ["a", "b", "c", "nobody"]) == [4, 3, 0, 0]

@@ -21,6 +21,8 @@ class Placed(Protocol):
     @property
     def most_positions(self) -> int: ...
 
+    admitted_at: float
+
 
 class Memory(Protocol):
     """Bytes for the keys and values of all running rows, and what a row of so many positions takes of them."""
@@ -81,7 +83,8 @@ class Places(Generic[R]):
         """Id of the youngest row that is not urgent, while it keeps an urgent one out."""
         if not self.waiting or not self.waiting[0].request.urgent or self._fits(self.waiting[0], self._held()):
             return None
-        return next((row.request.id for row in reversed(self.running) if not row.request.urgent), None)
+        others = [row for row in self.running if not row.request.urgent]
+        return max(others, key=lambda row: row.admitted_at).request.id if others else None
 
     def find(self, request_id: Hashable) -> R | None:
         """A running row by its id."""
