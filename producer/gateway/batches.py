@@ -10,7 +10,7 @@ import itertools
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from contract import cancelling, rows
@@ -42,7 +42,7 @@ class BatchBody(BaseModel):
 
 
 @router.post("", summary="Answer a file of requests")
-async def create(body: BatchBody, here: Here, caller: Asking) -> dict[str, Any]:
+async def create(request: Request, body: BatchBody, here: Here, caller: Asking) -> dict[str, Any]:
     """Its rows wait behind requests, and are answered however long that takes."""
     here.limits.count(caller)
     stored = await here.in_thread(here.files.get, body.input_file_id, caller.name)
@@ -52,6 +52,7 @@ async def create(body: BatchBody, here: Here, caller: Asking) -> dict[str, Any]:
     served = Served(owner=caller.name, input_file=stored.id, endpoint=body.endpoint, metadata=body.metadata or {})
     record = await here.in_thread(_claim, here, stored, here.model(asked), served)
     here.submitting.wake()
+    request.state.entry.told |= {"batch": record.spec.batch, "file": stored.id, "model": record.spec.model}
     return outcomes.document(record, here.settings.folders)
 
 
