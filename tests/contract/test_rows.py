@@ -157,7 +157,6 @@ def test_an_id_that_names_nothing_is_refused(row: dict[str, Any]) -> None:
         ({"prompt": "a", "topK": 1}, ErrorCode.BAD_PARAMS, "did you mean 'top_k'?): if not, put it under 'metadata'"),
         ({"prompt": "a", "Seed": 1}, ErrorCode.BAD_PARAMS, "did you mean 'seed'?"),
         ({"prompt": "a", "max_new_token": 1}, ErrorCode.BAD_PARAMS, "did you mean 'max_new_tokens'?"),
-        ({"prompt": "a", "stop": ["x"]}, ErrorCode.BAD_PARAMS, "stop = ['x'] is not supported"),
         ({"prompt": "a", "x": 1, "metadata": {"x": 2}}, ErrorCode.BAD_ROW, "'x' stands beside metadata and in it"),
         ({"prompt": "a", "params": {"metadata": 1}}, ErrorCode.BAD_PARAMS, "'metadata' belongs beside params"),
         ({"prompt": "a", "x": json.loads("[" * 99 + "]" * 99)}, ErrorCode.BAD_ROW, "nested more than 64 deep"),
