@@ -80,6 +80,7 @@ _TRIED = (
     *("SET {} 1 PX 1000", "GET {}", "DEL {}", "SETBIT {} 0 1", "BITCOUNT {}", "DEL {}"),
     *("HSET {} field 1", "HGETALL {}", "DEL {}", "RPUSH {} 1", "LRANGE {} 0 0", "DEL {}"),
     *("ZADD {} 1 member", "ZRANGE {} 0 0", "DEL {}", "SADD {} member", "SMEMBERS {}", "DEL {}"),
+    *("XADD {} * field 1", "XREAD STREAMS {} 0", "XTRIM {} MAXLEN 0", "DEL {}"),
     *("EVAL return(1) 1 {}", "DISCARD", "UNWATCH", "TIME"),
 )
 

@@ -214,7 +214,7 @@ class Intake:
         self._orders = 0
         self._bell = threading.Event()
         self._bell_key = interactive.bell(redis.names, settings.queue_model)
-        self._heard = ""
+        self._heard = "0-0"
         self._withdrawn: deque[str] = deque(maxlen=LATE)
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []

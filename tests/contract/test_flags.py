@@ -56,3 +56,13 @@ def test_there_is_an_option_for_each_field_in_its_place_but_for_those_left_out(a
 def test_a_word_where_a_number_belongs_is_wrong_usage(app: typer.Typer) -> None:
     result = CliRunner().invoke(app, ["it", "--top-k", "some"])
     assert result.exit_code == 2
+
+
+def test_a_list_is_an_option_that_may_be_repeated(app: typer.Typer, given: dict[str, Any]) -> None:
+    assert CliRunner().invoke(app, ["it", "--stop", "a", "--stop", "b, c"]).exit_code == 0
+    assert given["stop"] == ["a", "b, c"]
+
+
+def test_a_list_that_is_not_given_overrides_nothing(app: typer.Typer, given: dict[str, Any]) -> None:
+    assert CliRunner().invoke(app, ["it"]).exit_code == 0
+    assert "stop" not in given

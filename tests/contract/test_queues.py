@@ -16,7 +16,7 @@ from rq.serializers import JSONSerializer
 
 from contract import queues
 from contract.errors import PromptFailure
-from contract.jobs import PRIORITIES, ErrorCode, PromptJob
+from contract.jobs import LANES, ErrorCode, PromptJob
 from contract.ledger import Ledger
 from contract.names import Names
 from contract.queues import enqueuing, failed_jobs, queue, requeuing
@@ -62,8 +62,9 @@ def run(redis: Redis, *actions: Callable[..., None]) -> None:
 
 
 def test_a_models_queues_come_in_order_of_urgency(redis: Redis) -> None:
-    assert [one.name for one in queues.queues(redis, "demo")] == ["dllm-demo-high", "dllm-demo-normal", "dllm-demo-low"]
-    assert PRIORITIES == ("high", "normal", "low")
+    lanes = ("interactive", "high", "normal", "low")
+    assert lanes == LANES
+    assert [one.name for one in queues.queues(redis, "demo")] == [f"dllm-demo-{lane}" for lane in lanes]
 
 
 @pytest.mark.parametrize("model", ["LLaDA-8B-v1.5", "org/name", "a b:c*", "ünï"])
@@ -120,7 +121,7 @@ def test_what_is_queued_is_what_rq_itself_would_queue(redis: Redis, target: Queu
 def test_jobs_stand_in_the_order_of_their_rows_and_have_their_names(redis: Redis, target: Queue) -> None:
     run(redis, enqueuing(target, [job(index) for index in range(20)]))
     assert waiting_ids(redis) == [f"b-{index}" for index in range(20)]
-    assert queues.depths(redis, "demo") == {"high": 0, "normal": 20, "low": 0}
+    assert queues.depths(redis, "demo") == {"interactive": 0, "high": 0, "normal": 20, "low": 0}
     found = Job.fetch("b-3", redis, serializer=JSONSerializer)
     assert (found.get_status(), found.description, found.timeout) == ("queued", "b row 3", -1)
 

@@ -83,7 +83,12 @@ def test_each_sees_and_works_on_its_own_alone(ours: Installation, theirs: Instal
     for one in batches:
         found = one.system()
         assert [batch.batch for batch in found.batches] == [batches[one]]
-        assert {queue.priority: queue.waiting for queue in found.queues} == {"high": 0, "normal": 3, "low": 0}
+        assert {queue.priority: queue.waiting for queue in found.queues} == {
+            "interactive": 0,
+            "high": 0,
+            "normal": 3,
+            "low": 0,
+        }
     with pytest.raises(UsageError, match="no batch"):
         report.find(batches[theirs], ours.ledger)
     assert cancelling.cancel(batches[theirs], ours.ledger, ours.folders).rows == 0

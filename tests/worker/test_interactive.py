@@ -187,17 +187,34 @@ def test_requests_are_taken_before_everything_that_is_urgent_too(
 
 
 def test_a_full_engine_does_not_look_at_the_queue_unless_somebody_rang(
-    redis: Redis, submit: Callable[..., str], at_work: Callable[..., Any], wait_until: Callable[..., None]
+    redis: Redis,
+    ledger: Ledger,
+    folders: Folders,
+    model: Model,
+    settings: Callable[..., WorkerSettings],
+    submit: Callable[..., str],
+    asked: Callable[..., str],
 ) -> None:
+    def looks() -> int:
+        return int(redis.info("commandstats")["cmdstat_evalsha"]["calls"])
+
     submit(4, model="tiny")
-    with at_work(scan_s=60.0) as loop:
-        wait_until(loop.intake.rung)  # the first heartbeat
-        turn(loop)
-        assert len(loop.running) == 2
-        before = redis.info("commandstats")["cmdstat_evalsha"]["calls"]
+    intake = Intake(redis, ledger, settings())  # never entered: nothing but the loop asks the server
+    with Outputs(folders, ledger, "w") as outputs:
+        loop = Loop(intake, model, outputs, grace_s=0.0, log=structlog.get_logger())
+        loop.take()
+        before = looks()
         for _ in range(3):
             loop.take()
-        assert redis.info("commandstats")["cmdstat_evalsha"]["calls"] == before
+        assert (len(loop.running), looks()) == (2, before)
+        request = asked()
+        intake._listen()
+        loop.take()
+        loop.take()
+        assert (len(loop.running), looks()) == (3, before + 1)
+        for job_id in loop.running:
+            assert model.engine.remove(job_id)
+    assert redis.exists(f"rq:job:{request}-0")
 
 
 @pytest.mark.parametrize("write", KINDS, ids=lambda write: write.__name__)

@@ -254,7 +254,7 @@ def test_every_row_stands_in_one_place_whatever_happens(
             held += some
         else:
             assert intake.give_back(some) == len(some)
-        scheduled = [one.decode() for one in redis.zrange(intake._lanes[1].scheduled, 0, -1)]
+        scheduled = [one.decode() for one in redis.zrange(intake._lanes[2].scheduled, 0, -1)]
         places = Counter([*waiting_ids(redis), *scheduled, *(row.job.job_id for row in held), *done])
         assert places == {f"{batch}-{index}": 1 for batch, size in sizes.items() for index in range(size)}, action
 

@@ -20,7 +20,7 @@ from worker.bench.series import summary
 from worker.bench.systems import Workload, shortened
 from worker.engine import Loaded, Request
 
-NUMERIC = [name for name in SamplingParams.model_fields if name not in ("rule", "cache")]
+NUMERIC = [name for name in SamplingParams.model_fields if name not in ("rule", "cache", "stop")]
 IMPLIED_RULE = {"entropy_bound": "entropy_bound", "denoise_steps": "fixed_steps"}
 """A parameter that belongs to one rule selects it; `threshold` belongs to several and keeps the model's own."""
 
