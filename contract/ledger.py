@@ -261,9 +261,13 @@ class Ledger:
         records = zip(answers, answers, answers, answers, answers, strict=True)
         return [_batch(*record) for record in records if record[0]]
 
-    def newest(self, count: int = 100) -> list[Batch]:
-        """The newest batches, newest first."""
-        batches = cast("list[bytes]", self.redis.zrevrange(self._names.key("batches"), 0, count - 1))
+    def known(self) -> int:
+        """How many batches there are."""
+        return self.redis.zcard(self._names.key("batches"))
+
+    def newest(self, count: int = 100, start: int = 0) -> list[Batch]:
+        """The newest batches but for `start` of them, newest first."""
+        batches = cast("list[bytes]", self.redis.zrevrange(self._names.key("batches"), start, start + count - 1))
         return self.get_many([_text(batch) for batch in batches])
 
     def newest_first(self, owner: str | None = None) -> Iterator[Batch]:

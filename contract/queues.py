@@ -41,6 +41,7 @@ RETRIES = 1_000_000
 FAILURE_TTL_S = 365 * 86_400
 RESPONSE_S = 30.0
 SCAN = 1_000
+LONGEST_REASON = 10_000
 
 
 def connect(url: str, prefix: str = DEFAULT) -> Connection:
@@ -124,6 +125,25 @@ def workers(redis: Connection) -> list[WorkerInfo]:
         if any(map(redis.names.owns, worker.queue_names()))
     ]
     return sorted(found, key=lambda worker: worker.name)
+
+
+def overdue(redis: Connection, model: str, now: float, by_s: float) -> int:
+    """Leases of the model's prompts that ran out more than `by_s` ago, and nobody took the prompts back."""
+    with redis.pipeline(transaction=False) as pipe:
+        for target in queues(redis, model):
+            pipe.zcount(target.started_job_registry.key, "-inf", now - by_s)
+        return sum(pipe.execute())
+
+
+def dead(redis: Connection) -> dict[str, str]:
+    """Workers of the last day that did not leave in order and are not there again, and how they ended."""
+    alive = {worker.name for worker in workers(redis)}
+    found = {}
+    for key in redis.scan_iter(match=lives(redis.names, "*"), count=10_000):
+        name = key.decode(errors="replace").removeprefix(lives(redis.names, ""))
+        if name not in alive:
+            found[name] = str(_vitals(redis, name).get("how", "gone without a word"))
+    return dict(sorted(found.items()))
 
 
 def lives(names: Names, worker: str) -> str:
@@ -285,6 +305,15 @@ def prompts(redis: Connection, batch: str, indices: Sequence[int]) -> list[Promp
         return [_prompt(data) for data in pipe.execute(raise_on_error=False)]
 
 
+def whereabouts(redis: Connection, job_id: str) -> dict[str, str] | None:
+    """What RQ's record of a job says of it: `status`, `worker` and `started_at`, as far as they are there; None where
+    there is no job."""
+    values = cast("list[bytes | None]", redis.hmget(Job.key_for(job_id), ["status", "worker_name", "started_at"]))
+    found = zip(("status", "worker", "started_at"), values, strict=True)
+    told = {name: value.decode(errors="replace") for name, value in found if value}
+    return told or None
+
+
 def withdraw(redis: Connection, target: Queue, batch: str, ledger_keys: Sequence[str], rows: Sequence[int]) -> int:
     """Mark those of `rows` that have not ended as cancelled, and take them out of the queue; returns how many.
 
@@ -412,6 +441,54 @@ def failed_jobs(redis: Connection, target: Queue, batch: str, indices: Sequence[
         answers = iter(pipe.execute())
     found = zip(indices, answers, answers, strict=True)
     return [index for index, score, data in found if score is not None and data]
+
+
+class Failure(NamedTuple):
+    """A failed job as RQ keeps it: the prompt, None where it cannot be read, `code: message`, and when it failed."""
+
+    job_id: str
+    prompt: PromptJob | None
+    reason: str
+    ended_at: str
+
+
+def newest_failed(redis: Connection, targets: Sequence[Queue], count: int) -> tuple[list[str], int]:
+    """Ids of the newest `count` failed jobs of the queues, the newest first, and how many failed jobs there are."""
+    with redis.pipeline(transaction=False) as pipe:
+        for target in targets:
+            key = FailedJobRegistry(queue=target).key
+            pipe.zrevrange(key, 0, count - 1, withscores=True)
+            pipe.zcard(key)
+        answers = iter(pipe.execute())
+    found, total = list[tuple[float, str]](), 0
+    for newest, known in zip(answers, answers, strict=True):
+        found += [(until, job_id.decode(errors="replace")) for job_id, until in newest]
+        total += known
+    return [job_id for _, job_id in sorted(found, reverse=True)[:count]], total
+
+
+def failures(redis: Connection, job_ids: Sequence[str]) -> list[Failure]:
+    """What is known of those of `job_ids` that have a job; one round trip."""
+    with redis.pipeline(transaction=False) as pipe:
+        for job_id in job_ids:
+            pipe.hmget(Job.key_for(job_id), ["data", "exc_info", "ended_at"])
+        answers = pipe.execute(raise_on_error=False)
+    return [
+        Failure(job_id, _prompt(answer[0]), _unpacked(answer[1]), (answer[2] or b"").decode(errors="replace"))
+        for job_id, answer in zip(job_ids, answers, strict=True)
+        if isinstance(answer, list) and answer[0] is not None
+    ]
+
+
+def _unpacked(text: Any) -> str:
+    """What `zlib` packed; the text itself where that did not."""
+    if not isinstance(text, bytes):
+        return ""
+    try:
+        plain = zlib.decompressobj().decompress(text, LONGEST_REASON)
+    except zlib.error:
+        plain = text[:LONGEST_REASON]
+    return plain.decode(errors="replace")
 
 
 def requeuing(redis: Connection, target: Queue, job_ids: Iterable[str]) -> Callable[[Pipeline], None]:

@@ -51,6 +51,19 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="what is logged")
     log_prompts: bool = Field(False, description="write prompts and outputs into the logs too")
     log_max_mb: Count = Field(64, description="a log file is rotated at this size")
+    log_max_hours: Seconds = Field(24.0, description="a log file is rotated at this age, in hours")
+    log_keep_days: Seconds = Field(30.0, description="log files that were not written to for so long are removed")
+    log_keep_mb: Count = Field(2048, description="the oldest log files are removed while all take more")
+    audit_keep_days: Seconds = Field(
+        365.0, description="files of logs/audit.jsonl that were not written to for so long are removed"
+    )
+    metrics_port: Annotated[int, Field(ge=1, le=65_535)] | None = Field(
+        None,
+        description="/metrics, /healthz and /readyz of `worker run` and `producer watch` are served there; none: off",
+    )
+    metrics_host: str = Field(
+        "127.0.0.1", description="address they are served at; 0.0.0.0 lets other machines see them"
+    )
 
     @classmethod
     def settings_customise_sources(
@@ -131,12 +144,18 @@ class ProducerSettings(Settings):
     serve_stream_rate: Annotated[float, Field(ge=0)] = Field(
         0.0, description="tokens a second at which streams are smoothed; 0: each block as it comes"
     )
+    serve_dashboard: bool = Field(False, description="`producer serve` shows the page too, at /dashboard")
     serve_filter_words: Path | None = Field(
         None, description="file of words and phrases, one a line, that neither prompts nor outputs may hold"
     )
     serve_filters: str | None = Field(
         None, description="filters of your own, as package.module:name, several with commas"
     )
+    dashboard_host: str = Field(
+        "127.0.0.1", description="address that `producer dashboard` listens on; any but loopback needs an API key"
+    )
+    dashboard_port: Annotated[int, Field(ge=0, le=65535)] = Field(8080, description="its port; 0: any that is free")
+    dashboard_actions: bool = Field(False, description="failed rows can be queued again from the page")
 
     @field_validator("not_before", mode="before")
     @classmethod

@@ -26,6 +26,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "cancel": mending.cancel,
     "doctor": mending.doctor,
     "serve": serving.serve,
+    "dashboard": serving.dashboard,
     "key": serving.key,
     "stop-server": installing.stop_server,
 }

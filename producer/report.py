@@ -121,14 +121,22 @@ def system(ledger: Ledger, folders: Folders, model: str, count: int = 100) -> Sy
     batches = ledger.newest(count)
     models = sorted({model, *(batch.spec.model for batch in batches if batch.state is not BatchState.DONE)})
     return SystemReport(
-        batches=batch_reports(batches, ledger, folders),
-        queues=[
-            QueueReport(model=name, priority=priority, waiting=waiting)
-            for name in models
-            for priority, waiting in queues.depths(ledger.redis, name).items()
-        ],
-        workers=[_worker(info) for info in queues.workers(ledger.redis)],
+        batches=batch_reports(batches, ledger, folders), queues=waiting(ledger, models), workers=workers(ledger)
     )
+
+
+def waiting(ledger: Ledger, models: Sequence[str]) -> list[QueueReport]:
+    """The queues of `models`."""
+    return [
+        QueueReport(model=name, priority=priority, waiting=rows)
+        for name in models
+        for priority, rows in queues.depths(ledger.redis, name).items()
+    ]
+
+
+def workers(ledger: Ledger) -> list[WorkerReport]:
+    """All living workers."""
+    return [_worker(info) for info in queues.workers(ledger.redis)]
 
 
 def batch_reports(batches: Sequence[Batch], ledger: Ledger, folders: Folders) -> list[BatchReport]:

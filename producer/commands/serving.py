@@ -1,4 +1,4 @@
-"""`serve` and `key`: the HTTP service runs, and those who may ask it have keys."""
+"""`serve`, `dashboard` and `key`: the HTTP service and the page run, and those who may ask them have keys."""
 
 from __future__ import annotations
 
@@ -36,6 +36,27 @@ def serve(
         listening.serve(session.settings, session.ledger)
 
 
+def dashboard(
+    host: Annotated[str | None, typer.Option("--host", help="Address to listen on [127.0.0.1]")] = None,
+    port: Annotated[int | None, typer.Option("--port", help="Port, 0 for any that is free [8080]")] = None,
+    allow_actions: Annotated[
+        bool | None, typer.Option("--allow-actions", help="Failed rows can be queued again from the page")
+    ] = None,
+    root: Root = None,
+    redis_url: RedisUrl = None,
+    debug: Debug = False,
+) -> None:
+    """Show batches, workers, throughput and failures as a page for a browser until told to stop.
+
+    Example: producer dashboard --port 8080
+    """
+    with errors(debug), Stop():
+        listening.require()
+        flags = {"root": root, "redis_url": redis_url, "dashboard_host": host, "dashboard_port": port}
+        session = Session.open({**flags, "dashboard_actions": allow_actions}, quiet=False)
+        listening.show(session.settings, session.ledger)
+
+
 def key(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Whose key; without it all are listed")] = None,
     requests_per_minute: Annotated[
@@ -50,7 +71,7 @@ def key(
     root: Root = None,
     debug: Debug = False,
 ) -> None:
-    """Make an API key for `producer serve`, which is shown this once; a running service takes it at once.
+    """Make an API key for `producer serve` and `producer dashboard`, shown this once; what runs takes it at once.
 
     Example: producer key alice --requests-per-minute 60
     """

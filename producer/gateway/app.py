@@ -15,12 +15,28 @@ from redis.asyncio import Redis
 
 from contract.ledger import Ledger
 from contract.settings import ProducerSettings
-from producer.gateway import batches, chat, completions, errors, files, filters, generate, health, keys, models, trail
-from producer.gateway.door import Door
+from producer import monitoring
+from producer.dashboard import app as dashboard
+from producer.gateway import (
+    batches,
+    chat,
+    completions,
+    errors,
+    files,
+    filters,
+    generate,
+    health,
+    keys,
+    metrics,
+    models,
+    trail,
+)
+from producer.gateway.door import Door, Entry
 from producer.gateway.service import opened
 
 MEGABYTE = 1 << 20
-ROUTERS = tuple(one.router for one in (generate, chat, completions, models, files, batches, health))
+DASHBOARD = "/dashboard"
+ROUTERS = tuple(one.router for one in (generate, chat, completions, models, files, batches, health, metrics))
 
 
 def create_app(settings: ProducerSettings, ledger: Ledger, redis: Callable[[], Redis]) -> FastAPI:
@@ -48,5 +64,14 @@ def create_app(settings: ProducerSettings, ledger: Ledger, redis: Callable[[], R
     errors.install(app)
     for router in ROUTERS:
         app.include_router(router, responses=errors.DOCUMENTED)
-    app.add_middleware(Door, record=trail.requested, most=most)
+    app.state.registry = monitoring.registry(ledger, settings)
+    if settings.serve_dashboard:
+        app.mount(DASHBOARD, dashboard.create_app(settings, ledger, settings.serve_host))
+    app.add_middleware(Door, record=_record, most=most)
     return app
+
+
+def _record(entry: Entry) -> None:
+    """A page that is open asks every two seconds, and changes nothing by that."""
+    if not (entry.method == "GET" and entry.path.startswith(f"{DASHBOARD}/")):
+        trail.requested(entry)
