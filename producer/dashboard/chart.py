@@ -13,10 +13,10 @@ from markupsafe import Markup
 
 from producer.review import Review
 
-WIDTH, HEIGHT = 720, 220
-LEFT, RIGHT, TOP, BOTTOM = 56, 8, 10, 24
-CLOCKS = 6
-"""Clock times below the picture."""
+WIDTH, HEIGHT = 720, 180
+LEFT, RIGHT, TOP, BOTTOM = 60, 8, 14, 24
+CLOCKS = 4
+"""Stretches between the clock times below the picture."""
 
 
 def throughput(found: Review) -> Markup:

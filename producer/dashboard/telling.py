@@ -14,7 +14,7 @@ from typing import Any
 from producer.journals import merged
 from producer.story import Subject
 
-MOST = 200
+MOST = 100
 SECONDS = 3.0
 HEAD = ("timestamp", "event", "level", "worker", "batch", "index", "indices", "host", "pid", "logger", "process")
 LONGEST = 500
