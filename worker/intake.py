@@ -408,7 +408,8 @@ class Intake:
 
     def _still_wanted(self, rows: list[Held]) -> list[Held]:
         """Without those that were withdrawn before we held them."""
-        late = [row for row in rows if row.interactive and row.batch in self._withdrawn]
+        with self._guard:
+            late = [row for row in rows if row.interactive and row.batch in self._withdrawn]
         self._let_go(late)
         self._strike(late)
         return [row for row in rows if row not in late] if late else rows
@@ -720,7 +721,8 @@ class Intake:
                 self._bell.set()
 
     def _note_withdrawn(self, request: str) -> None:
-        self._withdrawn.append(request)  # first: a row that is held later is looked up here
+        with self._guard:
+            self._withdrawn.append(request)  # first: a row that is held later is looked up here
         if gone := self._lose(lambda row: row.interactive and row.batch == request):
             self._log.info("withdrawn", batch=request, rows=len(gone))
 
