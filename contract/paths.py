@@ -68,6 +68,11 @@ class Folders:
         return self
 
 
+def is_plain(name: str) -> bool:
+    """Is `name` that of one file in whatever folder it is put: no way out of the folder, and no way deeper into it?"""
+    return name not in ("", ".", "..") and "/" not in name and "\0" not in name
+
+
 def fsync_folder(folder: Path) -> None:
     """Make a rename or a new file in `folder` survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)

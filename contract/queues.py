@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
-from pydantic import ValidationError
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.client import Pipeline
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -41,6 +40,8 @@ RETRIES = 1_000_000
 FAILURE_TTL_S = 365 * 86_400
 RESPONSE_S = 30.0
 SCAN = 1_000
+LARGEST_JOB = 1 << 28
+"""Bytes that a job's data may unpack to: more than the longest line gives (`max_line_mb`), however it is escaped."""
 
 
 def connect(url: str, prefix: str = DEFAULT) -> Connection:
@@ -212,11 +213,21 @@ def _data(job: PromptJob) -> bytes:
     return zlib.compress(f'["{TASK}", null, [{job.model_dump_json(exclude_defaults=True)}], {{}}]'.encode())
 
 
+def fits(packed: bytes) -> bool:
+    """Does what a job holds unpack to no more than `LARGEST_JOB`? A few kilobytes may stand for more than there is."""
+    try:
+        unpacking = zlib.decompressobj()
+        unpacking.decompress(packed, LARGEST_JOB)
+    except zlib.error:
+        return True  # not packed at all
+    return unpacking.eof or not unpacking.unconsumed_tail
+
+
 def _prompt(data: Any) -> PromptJob | None:
     """The prompt in a job's call; None where there is none that can be read."""
     try:
-        return PromptJob.model_validate(json.loads(zlib.decompress(data))[2][0])
-    except (TypeError, ValueError, LookupError, zlib.error, ValidationError):
+        return PromptJob.model_validate(json.loads(zlib.decompress(data))[2][0]) if fits(data) else None
+    except (TypeError, ValueError, LookupError, RecursionError, zlib.error):
         return None
 
 

@@ -47,7 +47,7 @@ class SamplingParams(BaseModel):
     commit: Commit | None = None
     temperature: Annotated[float, Field(ge=0.0, le=10.0)] = 0.0
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    top_k: Annotated[int, Field(ge=0)] = 0
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     truncate: Truncate | None = None
     timeout_s: Annotated[float, Field(gt=0.0)] | None = None

@@ -102,7 +102,7 @@ class ProducerSettings(Settings):
     )
     max_queued: Count = Field(10_000, description="prompts of one batch that stand in Redis at a time")
     max_queued_mb: Count = Field(64, description="the same in megabytes of prompt text")
-    max_line_mb: Count = Field(16, description="a longer input line is an error row")
+    max_line_mb: Annotated[int, Field(ge=1, le=32)] = Field(16, description="a longer input line is an error row")
 
     @field_validator("not_before", mode="before")
     @classmethod

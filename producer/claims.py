@@ -156,8 +156,9 @@ class Claims:
         folders that never got their source.
         """
         found = [spec for folder in claimed.entries(self.folders) if (spec := self._read_manifest(folder)) is not None]
-        known = {batch.spec.batch: batch for batch in self.ledger.get_many([spec.batch for spec in found])}
-        open_ones = [self._settle(spec, known.get(spec.batch)) for spec in found]
+        known = self.ledger.records([spec.batch for spec in found])
+        readable = [spec for spec in found if known.get(spec.batch, spec) is not None]
+        open_ones = [self._settle(spec, known.get(spec.batch)) for spec in readable]
         return sorted((spec for spec in open_ones if spec), key=lambda spec: spec.created_at)
 
     def _settle(self, spec: BatchSpec, batch: Batch | None) -> BatchSpec | None:

@@ -100,7 +100,10 @@ class SystemReport(BaseModel):
 
 def find(batch: str, ledger: Ledger) -> Batch:
     """The batch of that id. Raises UsageError naming the nearest known one."""
-    found = ledger.get(batch)
+    records = ledger.records([batch])
+    found = records.get(batch)
+    if batch in records and found is None:
+        raise UsageError(f"the record of batch '{batch}' cannot be read: the log in logs/ says why")
     if found is None:
         raise UsageError(f"no batch '{batch}'{_nearest(batch, ledger)}: `producer status` lists them")
     return found

@@ -27,7 +27,8 @@ end
 # KEYS for each queue: waiting, intermediate, started, scheduled, turns, hours.
 # ARGV room, lease seconds, worker, its executions key, time as text, the most starts that are counted here; patterns of
 # the keys job, execution, executions, done, failed, cancelled, starts, batch, backlog; an execution id for each place.
-# Returns for each job: queue number, id, execution id, hash or false, whether it ended, starts with this one.
+# Returns for each job: queue number, id, execution id, hash or false, whether it ended, starts with this one (0: the
+# ledger's keys of its batch are of other types than ours).
 # Should the script fail halfway, what it popped lies in the intermediate list and is found by REPAIR.
 TAKE = (
     CLOCK
@@ -36,6 +37,18 @@ TAKE = (
     + """
 local room, lease, worker = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3]
 local taken = {}
+
+local function counted(batch, index)
+  local ended = 0
+  for mark = 10, 12 do ended = ended + redis.call('GETBIT', string.format(ARGV[mark], batch), index) end
+  local counts = string.format(ARGV[13], batch)
+  local starts = tonumber(redis.call('HGET', counts, index) or 0) + 1
+  if starts <= tonumber(ARGV[6]) then redis.call('HINCRBY', counts, index, 1) end
+  local known = string.format(ARGV[14], batch)
+  if redis.call('HEXISTS', known, 'spec') == 1 then redis.call('HSETNX', known, 'started_at', now) end
+  return ended, starts
+end
+
 for q = 1, #KEYS, 6 do
   local waiting, intermediate, started, turns, hours = KEYS[q], KEYS[q + 1], KEYS[q + 2], KEYS[q + 4], KEYS[q + 5]
   promote(KEYS[q + 3], waiting, ARGV[7], 100)
@@ -65,12 +78,8 @@ for q = 1, #KEYS, 6 do
     local batch, index = string.match(id, '^(.+)%-(%d+)$')
     local ended, starts = 0, 1
     if batch and #index < 10 then
-      for mark = 10, 12 do ended = ended + redis.call('GETBIT', string.format(ARGV[mark], batch), index) end
-      local counted = string.format(ARGV[13], batch)
-      starts = tonumber(redis.call('HGET', counted, index) or 0) + 1
-      if starts <= tonumber(ARGV[6]) then redis.call('HINCRBY', counted, index, 1) end
-      local known = string.format(ARGV[14], batch)
-      if redis.call('HEXISTS', known, 'spec') == 1 then redis.call('HSETNX', known, 'started_at', now) end
+      local sound, marks, count = pcall(counted, batch, index)
+      if sound then ended, starts = marks, count else starts = 0 end
     end
     taken[#taken + 1] = {(q + 5) / 6, id, execution, hash, ended, starts}
     redis.call('LREM', intermediate, -1, id)
