@@ -177,7 +177,7 @@ class Batch(BaseModel):
 
 
 class Ledger:
-    """All reads and writes of the keys above. Holds a connection (bytes, not text); knows which bad records it told of."""
+    """All reads and writes of the keys above. Holds a connection (bytes, not text) and what it said of bad records."""
 
     def __init__(self, redis: Connection) -> None:
         self.redis = redis
