@@ -30,7 +30,7 @@ from typing import Literal, TypeVar
 
 from pydantic import ValidationError
 
-from contract import cancelling, claimed, sealing
+from contract import cancelling, claimed, paths, sealing
 from contract.jobs import ErrorCode, ErrorDetail, ErrorRow, PromptJob
 from contract.ledger import Batch, BatchState, Cursor, Ledger, Mark
 from contract.merging import clear_bits, union
@@ -244,7 +244,7 @@ class Auditor:
         file = claimed.source(record.spec, self._folders)
         with contextlib.ExitStack() as stack:
             try:
-                stream = stack.enter_context(file.open("rb"))
+                stream = stack.enter_context(paths.opened(file))
             except FileNotFoundError:
                 stream = None
             if stream is not None:

@@ -24,6 +24,7 @@ PARQUET_ROWS = 256
 PARQUET_BUFFER = 1 << 20
 NO_PYARROW = "reading .parquet needs pyarrow: pip install 'dllm-batch[parquet]'"
 SHOWN_COLUMNS = 12
+MOST_COLUMNS = 1_000
 
 
 @dataclass(frozen=True)
@@ -212,6 +213,8 @@ def _plain(value: Any) -> Any:
 
 def objection(names: Sequence[str], columns: Columns) -> BadPrompt | None:
     """Why a table with these columns gives no prompts; None when it may."""
+    if len(names) > MOST_COLUMNS:
+        return BadPrompt(ErrorCode.BAD_FILE, f"{len(names):,} columns, and {MOST_COLUMNS:,} may be: leave some out")
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         return BadPrompt(ErrorCode.BAD_FILE, f"two columns are called '{twice}': rename one")

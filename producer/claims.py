@@ -98,6 +98,9 @@ class Claims:
                 return None
             self._copy_params(beside, spec)
             os.rename(file, self.source(spec))
+            if Look.at(self.source(spec)) != look:
+                self._put_back(file, spec)
+                return None
         except FileNotFoundError:
             self._discard(spec)
             return None
@@ -108,6 +111,12 @@ class Claims:
             beside.unlink(missing_ok=True)
         claimed.record(spec, self.ledger, self.folders)
         return spec
+
+    def _put_back(self, file: Path, spec: BatchSpec) -> None:
+        """What was taken is not what was looked at: somebody wrote on, or put a link in its place. Look again later."""
+        if not os.path.lexists(file):
+            os.rename(self.source(spec), file)
+            self._discard(spec)
 
     def snapshot(self, file: Path, name: str | None = None, below: Path = HERE) -> BatchSpec:
         """Copy the user's own file into a new batch: what happens to the file afterwards does not matter.
@@ -250,7 +259,7 @@ class Claims:
 
     def _copy_params(self, beside: Path, spec: BatchSpec) -> None:
         """Put a file's parameters into its claim: a second name where the file system has links, else a copy."""
-        if not beside.is_file():
+        if not kinds.is_file(beside):
             return
         target = self.source(spec).with_name(beside.name)
         try:
