@@ -32,6 +32,7 @@ from contract.ledger import Batch, BatchSpec, BatchState, Cursor, Ledger, Mark
 from contract.paths import Folders
 from contract.sampling import SamplingParams, parse_params
 from contract.settings import ProducerSettings, read
+from contract.terminal import safe
 from producer import configuring, display, preview, report, sources
 from producer.claims import Claims, Look, checked_name, columns, planned
 from producer.doctor import examine
@@ -844,7 +845,7 @@ def _obeyed_by_nobody(row: bytes) -> bytes:
     """JSON escapes most control characters, but not all that a terminal obeys."""
     if not sys.stdout.isatty():
         return row
-    return display.safe(row.decode("utf-8", "replace").rstrip("\n")).encode() + b"\n"
+    return safe(row.decode("utf-8", "replace").rstrip("\n")).encode() + b"\n"
 
 
 def _codes(given: list[str] | None) -> set[ErrorCode] | None:

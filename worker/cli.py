@@ -19,6 +19,7 @@ from contract import logs, settings
 from contract.errors import DllmError, UsageError
 from contract.sampling import Rule, parse_params
 from contract.settings import WorkerSettings
+from contract.terminal import safe, safe_lines
 from worker.progress import Progress
 from worker.restarts import Restarts
 
@@ -45,7 +46,7 @@ def main() -> None:
     try:
         app()
     except DllmError as error:
-        err.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        err.print(f"error: {safe(str(error))}", markup=False, highlight=False, soft_wrap=True)
         sys.exit(2 if isinstance(error, UsageError) else 1)
 
 
@@ -238,7 +239,7 @@ def generate(
 
 def _deliver(text: str, output_file: Path | None) -> None:
     if output_file is None:
-        sys.stdout.write(text + "\n")
+        sys.stdout.write((safe_lines(text) if sys.stdout.isatty() else text) + "\n")
         return
     try:
         output_file.write_text(text + "\n", encoding="utf-8")
