@@ -107,7 +107,7 @@ class Claims:
         except OSError:
             self._discard(spec)
             raise
-        if not _needed(beside):
+        if kinds.is_file(beside) and not _needed(beside):
             beside.unlink(missing_ok=True)
         claimed.record(spec, self.ledger, self.folders)
         return spec

@@ -271,7 +271,7 @@ def check(
             typer.echo(f"ok    {title}: {examine(config)}")
         except (DllmError, OSError) as error:
             failed += 1
-            typer.echo(f"FAIL  {title}: {error}")
+            typer.echo(f"FAIL  {title}: {safe(str(error))}")
     if failed:
         raise typer.Exit(1)
 
