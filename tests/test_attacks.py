@@ -35,7 +35,7 @@ from contract.sampling import SamplingParams, parse_params
 from contract.segments import SegmentWriter
 from contract.settings import ProducerSettings, WorkerSettings
 from producer import kinds
-from producer.claims import Claims, Look, checked_name, output_stem, slug
+from producer.claims import Claims, Look, checked_name, output_stem
 from producer.cli import app
 from producer.inbox import Inbox
 from producer.submitter import submit as submit_claimed
@@ -87,7 +87,6 @@ def test_a_file_whatever_it_is_called_becomes_one_batch_and_one_file_of_outputs(
     file = put(folders.inputs, f"{stem[: 255 - len('.txt')]}.txt", "one\n")
     spec = Claims(producer_settings(), ledger).take(file, Look.at(file))
     assert spec is not None
-    assert spec.batch == slug(spec.batch)
     target = folders.outputs / f"{spec.output}.jsonl"
     assert (target.parent, target.name) == (folders.outputs, f"{output_stem(spec.output)}.jsonl")
     assert not any(char < " " or char == "\x7f" for char in spec.output)
