@@ -50,6 +50,10 @@ class Settings(BaseSettings):
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="what is logged")
     log_prompts: bool = Field(False, description="write prompts and outputs into the logs too")
+    keep_segments_s: Annotated[float, Field(ge=0)] = Field(
+        0.0,
+        description="a published batch's rows stay in .segments/ for so long: as old as a backup of Redis may be",
+    )
     log_max_mb: Count = Field(64, description="a log file is rotated at this size")
 
     @classmethod

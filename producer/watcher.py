@@ -111,7 +111,7 @@ class Watcher:
         for file, look in self._inbox.look():
             self._claim(file, look)
         self._line_up(self.claims.pending())
-        sealing.seal_ready(self.ledger, self.settings.folders)
+        sealing.seal_ready(self.ledger, self.settings.folders, self.settings.keep_segments_s)
         return True
 
     def _claim(self, file: Path, look: Look) -> None:
