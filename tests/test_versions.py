@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import base64
 import json
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from redis import Redis
+from rq.job import Job
 
-from contract import claimed, sealing
+from contract import claimed, queues, sealing
 from contract.jobs import ErrorCode
 from contract.ledger import BatchSpec, BatchState, Ledger
 from contract.paths import Folders
 from contract.settings import ProducerSettings, WorkerSettings
 from producer.claims import Claims
-from producer.submitter import submit
+from producer.submitter import submit as submit_claimed
 from tests.conftest import completion_row
 from worker.intake import Intake
 from worker.outputs import Outputs
@@ -116,12 +118,34 @@ def test_a_batch_that_an_older_version_began_is_finished(
     assert [row["id"] for row in published(folders, "questions.jsonl")] == list("abcdfgh")
 
 
+@pytest.mark.parametrize("news", [{"schema_version": 2}, {"colour": "red"}, {"params": {"warmth": 3}}], ids=str)
+def test_a_job_of_a_newer_version_says_what_to_upgrade(
+    redis: Redis,
+    ledger: Ledger,
+    submit: Callable[..., str],
+    worker_settings: Callable[..., WorkerSettings],
+    news: dict[str, Any],
+) -> None:
+    """Workers are upgraded first; where they were not, no prompt is lost: it waits among the failed ones."""
+    submit(1)
+    key = Job.key_for("b-0")
+    task, instance, (payload,), named = json.loads(zlib.decompress(redis.hget(key, "data")))
+    redis.hset(key, "data", zlib.compress(json.dumps([task, instance, [payload | news], named]).encode()))
+    intake = Intake(redis, ledger, worker_settings(name="quiet"))
+    assert intake.take(1) == []
+    (rejected,) = intake.rejected()
+    assert "upgrade" in str(rejected.error)
+    assert "`producer retry`" in str(rejected.error)
+    assert intake.fail(rejected)
+    assert queues.failed_jobs(redis, queues.queue(redis, "demo", "normal"), "b", [0]) == [0]
+
+
 def test_a_claim_of_an_older_version_is_read_when_the_server_lost_everything(
     old: dict[str, Any], ledger: Ledger, folders: Folders, producer_settings: Callable[..., ProducerSettings]
 ) -> None:
     (spec,) = Claims(producer_settings(), ledger).pending()
     assert spec.batch == old["batch"]
-    assert submit(spec, ledger, producer_settings())
+    assert submit_claimed(spec, ledger, producer_settings())
     record = ledger.get(spec.batch)
     assert record is not None
     assert (record.counts.total, record.counts.failed) == (8, 1)

@@ -630,6 +630,9 @@ def _validated(payload: dict[str, Any], job_id: str) -> PromptJob:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "extra_forbidden":
+            what = f"the job has a field that this worker does not know ({where[:100]}), so its producer is newer"
+            raise BadPrompt(ErrorCode.BAD_ROW, f"{what}: upgrade the worker, then `producer retry`") from None
         raise BadPrompt(ErrorCode.BAD_ROW, f"the job is damaged ({where}: {first['msg']})") from None
     if prompt.job_id != job_id:
         raise BadPrompt(ErrorCode.BAD_ROW, f"the job is damaged (it says that it is {prompt.job_id})")
