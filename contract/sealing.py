@@ -239,19 +239,26 @@ def _publish(record: Batch, ledger: Ledger, folders: Folders, lease: _Lease) -> 
 def _admit_losses(merge: Merge, record: Batch, ledger: Ledger, folders: Folders) -> None:
     """A row that ended but is on no disk any more gets an error row; the ledger is told, so that it agrees.
 
-    Raises DllmError where a file that has such rows would be lost for it: the server was restored from an older state.
+    Raises DllmError where a published file has more: the server was restored from an older state.
     """
     batch = record.spec.batch
     lost_outputs, lost_errors = merge.missing(Mark.DONE), merge.missing(Mark.FAILED)
-    file = _outputs_file(record, folders)
-    if lost_outputs and file.exists():
-        what = f"{file} was published already and {len(lost_outputs)} of its rows are nowhere else"
-        raise DllmError(f"{what}: it stays as it is; move it away to have what is left published")
+    _refuse_to_publish_less(_outputs_file(record, folders), record.counts.done - len(lost_outputs))
     if lost_outputs:
         logs.get(batch=batch).error("outputs were lost from the disk", rows=len(lost_outputs), first=lost_outputs[0])
         ledger.lose(batch, lost_outputs)
     if lost_errors:
         logs.get(batch=batch).error("error rows were lost from the disk", rows=len(lost_errors), first=lost_errors[0])
+
+
+def _refuse_to_publish_less(published: Path, outputs: int) -> None:
+    if not published.exists():
+        return
+    with published.open("rb") as stream:
+        there = sum(piece.count(b"\n") for piece in iter(lambda: stream.read(1 << 20), b""))
+    if there > outputs:
+        what = f"{published} was published already with {there} rows, of which {outputs} are known now"
+        raise DllmError(f"{what}: it stays as it is; move it away to have those published")
 
 
 def _without_output(bitmaps: dict[Mark, bytes]) -> bytes:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from contract import queues, sealing, server
+from contract import cancelling, queues, sealing, server
 from contract.auditing import Auditor
 from contract.errors import DllmError
 from contract.ledger import BatchState, Ledger
@@ -91,6 +91,8 @@ def test_a_restored_server_runs_rows_again_and_publishes_what_was_published(tmp_
         backed_up(here.redis, tmp_path / "data", tmp_path / "restored")
         late = here.submit("late")
         here.run(12, "after")
+        begun = here.submit("begun")
+        assert len(here.run(2, "after")) == 2
         assert (here.state(early), here.state(late)) == (BatchState.DONE, BatchState.DONE)
         files = {file.name: file.read_bytes() for file in here.folders.outputs.glob("*.jsonl")}
         here.redis.close()
@@ -103,6 +105,11 @@ def test_a_restored_server_runs_rows_again_and_publishes_what_was_published(tmp_
         assert here.state(early) is BatchState.DONE
         assert {file.name: file.read_bytes() for file in here.folders.outputs.glob("*.jsonl")} == files
         assert here.answers("early") == ["before"] * 2 + ["after"] * 4
+        (claim,) = Claims(here.producer, here.ledger).pending()  # which the ledger learns of by this
+        assert claim.batch == begun
+        assert submit(claim, here.ledger, here.producer)
+        assert len(here.run(12, "again")) == 6
+        assert here.answers("begun") == ["after"] * 2 + ["again"] * 4
         assert [found.kind for found in Auditor(here.ledger, here.folders).look()] == []
         assert here.submit("late") != late
         here.run(12, "new")
@@ -123,11 +130,23 @@ def test_a_published_file_is_not_replaced_by_one_with_fewer_rows(
     shutil.rmtree(folders.segments / batch)
     ledger.redis.hset(ledger.key(batch), "state", "running")  # as the backup has it
     ledger.redis.sadd("dllm:open", batch)
-    with pytest.raises(DllmError, match="was published already and 2 of its rows are nowhere else"):
+    with pytest.raises(DllmError, match="was published already with 2 rows, of which 0 are known now"):
         sealing.seal(batch, ledger, folders)
     assert sealing.seal_ready(ledger, folders) == []
     assert (folders.outputs / f"{batch}.jsonl").read_bytes() == before
     assert ledger.get(batch).counts.done == 2  # type: ignore[union-attr]
+
+
+def test_what_was_published_stays_when_an_older_state_of_its_batch_is_cancelled(
+    submit: Callable[..., str], ledger: Ledger, folders: Folders
+) -> None:
+    batch = submit(2)
+    (folders.outputs / f"{batch}.jsonl").write_text('{"id": "0"}\n{"id": "1"}\n')
+    with pytest.raises(DllmError, match="it stays as it is"):
+        cancelling.cancel(batch, ledger, folders)
+    assert (folders.outputs / f"{batch}.jsonl").read_text().count("\n") == 2
+    (folders.outputs / f"{batch}.jsonl").unlink()
+    assert sealing.seal_ready(ledger, folders) == [batch]
 
 
 def test_segments_are_kept_as_long_as_a_backup_may_be_old(
