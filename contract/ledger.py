@@ -486,6 +486,9 @@ def _batch(
     spec = BatchSpec.model_validate_json(fields[b"spec"])
     if spec.batch != batch:
         raise ValueError(f"it says that it is {spec.batch}")
+    processed = _text(fields[b"processed"]) if b"processed" in fields else None
+    if processed is not None and not all(map(is_plain, processed.split("/"))):
+        raise ValueError("its source is said to lie outside its folder")
     total = fields.get(b"total")
     times = {name: _time(fields, name) for name in ("started_at", "ended_at", "finished_at", "cancelled_at")}
     return Batch(
@@ -499,7 +502,7 @@ def _batch(
             cancelled=cancelled,
         ),
         output_tokens=int(fields.get(b"output_tokens", 0)),
-        processed=_text(fields[b"processed"]) if b"processed" in fields else None,
+        processed=processed,
         unread=b"unread" in fields,
         **times,
     )
@@ -515,4 +518,4 @@ def _cursor(value: Any) -> Cursor:
 
 
 def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)

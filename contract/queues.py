@@ -8,7 +8,7 @@ Jobs that are queued here wait in the backlog of their batch (`contract.turns`),
 Seams of RQ 3.0 that this module stands on (held by tests/contract/test_queues.py): a job is a hash of
 `Job.to_dict()`, its queue a list of ids; the names of a queue's keys and of an execution's; `Retry(interval=0)` makes
 RQ's clean-up of an abandoned job put it back on its queue inside one transaction; `FailedJobRegistry.remove`,
-`Queue._prepare_for_queue` and `_persist_job`.
+`Queue._prepare_for_queue` and `_persist_job`; the set of worker keys, and `Worker.find_by_key`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, cast
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.client import Pipeline
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import NoPermissionError
+from redis.exceptions import NoPermissionError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from rq import Queue, Retry, Worker
 from rq.executions import Execution, ExecutionRegistry
@@ -111,8 +111,18 @@ class WorkerInfo(NamedTuple):
 
 def workers(redis: Connection) -> list[WorkerInfo]:
     """The living workers of all models, by name; those of other installations on the server left out."""
-    found = [
-        WorkerInfo(
+    keys = cast("set[bytes]", redis.smembers(Worker.redis_workers_keys))
+    found = [_worker(redis, key.decode(errors="replace")) for key in keys]
+    return sorted((worker for worker in found if worker), key=lambda worker: worker.name)
+
+
+def _worker(redis: Connection, key: str) -> WorkerInfo | None:
+    """None for a worker that is gone, is of another installation, or is none: whatever stands under its key."""
+    try:
+        worker = Worker.find_by_key(key, connection=redis, serializer=JSONSerializer)
+        if worker is None or not any(map(redis.names.owns, worker.queue_names())):
+            return None
+        return WorkerInfo(
             name=redis.names.plain(worker.name),
             state=str(worker.get_state()),
             queues=tuple(worker.queue_names()),
@@ -120,10 +130,8 @@ def workers(redis: Connection) -> list[WorkerInfo]:
             names=redis.names,
             vitals=_vitals(redis, redis.names.plain(worker.name)),
         )
-        for worker in Worker.all(connection=redis, serializer=JSONSerializer)
-        if any(map(redis.names.owns, worker.queue_names()))
-    ]
-    return sorted(found, key=lambda worker: worker.name)
+    except (ValueError, TypeError, LookupError, ResponseError):
+        return None
 
 
 def lives(names: Names, worker: str) -> str:

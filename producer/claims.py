@@ -37,6 +37,8 @@ from producer.notices import Notices
 PARTIAL = ".copy.part"
 SPOOL = ".stdin-"
 HERE = Path()
+OBEYED = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069/\\]")
+"""What terminals obey, what turns text around, and what separates folders: none of it is in the name of an output."""
 LONGEST_SLUG = 40
 LONGEST_OUTPUT = 200
 ABANDONED_S = 60.0
@@ -382,14 +384,15 @@ def checked_name(name: str) -> str:
 
 def output_stem(stem: str) -> str:
     """`stem` as the stem of output files: visible, of bearable length, and never taken for another batch's files."""
-    visible = re.sub(r"[\x00-\x1f\x7f/\\]", "_", stem).strip().lstrip(".")
+    visible = OBEYED.sub("_", stem).strip().lstrip(".")
     short = visible.encode("utf-8", "replace")[:LONGEST_OUTPUT].decode("utf-8", "ignore")
     return re.sub(r"\.(errors|openai)$", r"-\1", short, flags=re.IGNORECASE) or "batch"
 
 
 def mirrored(below: Path) -> Path:
     """`below` as a folder of outputs: it cannot have the name of a file of outputs."""
-    return Path(*(re.sub(r"\.(jsonl|txt|csv|parquet|json)$", r"_\1", part, flags=re.I) for part in below.parts))
+    visible = (OBEYED.sub("_", part) for part in below.parts)
+    return Path(*(re.sub(r"\.(jsonl|txt|csv|parquet|json)$", r"_\1", part, flags=re.I) for part in visible))
 
 
 def slug(stem: str) -> str:

@@ -89,7 +89,7 @@ def test_a_file_whatever_it_is_called_becomes_one_batch_and_one_file_of_outputs(
     assert spec is not None
     target = folders.outputs / f"{spec.output}.jsonl"
     assert (target.parent, target.name) == (folders.outputs, f"{output_stem(spec.output)}.jsonl")
-    assert not any(char < " " or char == "\x7f" for char in spec.output)
+    assert not set(spec.output) & set("\x00\n\x1b\x07\x7f\x9b\u202e")
     assert claimed.source(spec, folders).read_text() == "one\n"
 
 
@@ -578,8 +578,9 @@ def test_keys_of_other_types_cost_their_batch_and_no_other(
         {"state": "on holiday"},
         {"total": "many"},
         {"started_at": "\xff"},
+        {"processed": "../../../etc/passwd"},
     ],
-    ids=["torn", "no object", "another's", "newer", "path", "state", "total", "time"],
+    ids=["torn", "no object", "another's", "newer", "path", "state", "total", "time", "source"],
 )
 def test_a_record_that_cannot_be_read_is_told_of_and_left_alone(
     redis: Redis,
@@ -603,6 +604,29 @@ def test_a_record_that_cannot_be_read_is_told_of_and_left_alone(
     assert "c" in run("status").stdout
     assert "cannot be read" in run("status", "b").stderr
     assert "unreadable_record" in run("doctor").stdout
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"birth": "never"},
+        {"queues": b"\xff\xfe"},
+        {"queues": "dllm-demo-normal", "pid": "many", "birth": "2026-01-01T00:00:00.000000Z"},
+    ],
+    ids=["time", "queues", "pid"],
+)
+def test_a_worker_that_is_none_hides_no_other(
+    redis: Redis, ledger: Ledger, quiet: Intake, run: Callable[..., Any], record: dict[str, Any]
+) -> None:
+    redis.sadd("rq:workers", "rq:worker:evil", b"rq:worker:\xff", "elsewhere")
+    redis.hset("rq:worker:evil", mapping=record)
+    redis.sadd("dllm:open", b"\xff")
+    redis.hset("dllm:lives:quiet", "9", '{"rows": "x", "device": 7}')
+    with quiet:
+        redis.hset("dllm:lives:quiet", "9", '{"rows": "x", "device": 7}')
+        shown = json.loads(run("status", "--json").stdout)
+    assert [worker["name"] for worker in shown["workers"]] == ["quiet"]
+    assert "evil" not in run("doctor").stdout
 
 
 # Checkpoints
