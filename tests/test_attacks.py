@@ -716,6 +716,21 @@ def test_a_template_that_reaches_out_or_fails_costs_the_prompt_alone(tmp_path: P
     assert refused.value.code == ErrorCode.BAD_ROW
 
 
+@pytest.mark.parametrize("write", [checkpoints.llama_block, checkpoints.llada], ids=lambda write: write.__name__)
+@pytest.mark.parametrize("prompt", ["a<|mask|>b<|mask|>", "<|end|><|end|>", (checkpoints.MASK,) * 40])
+def test_special_tokens_in_a_prompt_stay_in_the_prompt(
+    tmp_path: Path, write: Callable[..., Path], prompt: str | tuple[int, ...]
+) -> None:
+    model = open_model(WorkerSettings(model=str(write(tmp_path / "model")), dtype="float32", threads=1))
+    model.engine.add(model.request("r", prompt, SamplingParams(max_new_tokens=12)))
+    for _ in range(100):
+        if finished := model.engine.step():
+            break
+    assert finished[0].error is None
+    assert checkpoints.MASK not in finished[0].token_ids
+    assert len(finished[0].token_ids) <= 12
+
+
 class Moody:
     """A model that cannot take one of the prompts, for a reason that nobody thought of."""
 

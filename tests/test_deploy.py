@@ -421,8 +421,8 @@ def test_what_is_installed_from_the_context_is_complete(tmp_path: Path) -> None:
 
 
 def test_every_file_that_the_guide_names_is_there() -> None:
-    names = set(re.findall(r"deploy/(?:systemd|kubernetes)[a-z./*-]*", OPERATIONS))
-    assert "deploy/kubernetes.yaml" in names
+    names = set(re.findall(r"deploy/(?:systemd|kubernetes|Dockerfile)[a-z./*-]*", OPERATIONS))
+    assert {"deploy/kubernetes.yaml", "deploy/Dockerfile"} <= names
     for name in names:
         assert list(ROOT.glob(name.rstrip("/."))), name
     for name in re.findall(r"systemctl \S+(?: --now)? ((?:dllm-\S+ ?)+)", OPERATIONS):
