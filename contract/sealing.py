@@ -252,6 +252,7 @@ def _admit_losses(merge: Merge, record: Batch, ledger: Ledger, folders: Folders)
 
 
 def _refuse_to_publish_less(published: Path, outputs: int) -> None:
+    """Raises DllmError where `published` is there already and has more than `outputs` rows."""
     if not published.exists():
         return
     with published.open("rb") as stream:

@@ -225,6 +225,28 @@ def test_parameters_beside_a_file_are_no_link(
     assert file.exists()
 
 
+def test_files_are_for_those_whom_the_umask_leaves(
+    folders: Folders, ledger: Ledger, producer_settings: Producer, completion: Callable[..., Any]
+) -> None:
+    before = os.umask(0o027)
+    try:
+        file = put(folders.inputs, "in.txt", "one\n")
+        settings = producer_settings(output_format="csv")
+        spec = Claims(settings, ledger).take(file, Look.at(file))
+        assert spec is not None
+        assert submit_claimed(spec, ledger, settings)
+        with Outputs(folders, ledger, "w") as outputs, ledger.redis.pipeline() as pipe:
+            outputs.write([(spec.batch, completion(0))])
+            ledger.mark(pipe, spec.batch, 0, Mark.DONE)
+            pipe.execute()
+        assert sealing.seal(spec.batch, ledger, folders)
+        written = [path for path in folders.root.rglob("*") if path.is_file()]
+        assert len(written) >= 6
+        assert {path.name: path.stat().st_mode & 0o007 for path in written} == {path.name: 0 for path in written}
+    finally:
+        os.umask(before)
+
+
 # Bombs
 
 
