@@ -589,6 +589,19 @@ def test_keys_of_other_types_cost_their_batch_and_no_other(
         assert sorted(redis.zrange(failed.key, 0, -1)) == [b"b-0", b"b-1"]
 
 
+def test_what_stands_where_a_lease_is_written_does_not_keep_the_row(
+    redis: Redis, submit: Callable[..., str], quiet: Intake
+) -> None:
+    submit(1)
+    redis.set("rq:executions:b-0", "no lease")
+    (row,) = quiet.take(1)
+    redis.delete("rq:executions:b-0")
+    redis.set("rq:executions:b-0", "no lease")
+    quiet.reconciler.run()
+    redis.delete("rq:executions:b-0")
+    assert quiet.give_back([row]) == 1
+
+
 @pytest.mark.parametrize(
     "record",
     [

@@ -67,7 +67,10 @@ for q = 1, #KEYS, 6 do
     redis.call('HSET', record, 'id', execution, 'job_id', id, 'created_at', now, 'last_heartbeat', now,
                'worker_name', worker)
     redis.call('PEXPIRE', record, math.ceil(lease * 1000))
-    redis.call('ZADD', executions, now + lease + 60, execution)
+    if type(redis.pcall('ZADD', executions, now + lease + 60, execution)) == 'table' then
+      redis.call('DEL', executions)  -- nobody's who has to do with jobs
+      redis.call('ZADD', executions, now + lease + 60, execution)
+    end
     redis.call('PEXPIRE', executions, math.ceil(lease * 1000) + 60000)
     redis.call('SADD', ARGV[4], member)
     redis.call('PEXPIRE', ARGV[4], math.ceil(lease * 1000) + 60000)
@@ -142,7 +145,7 @@ local waiting, intermediate, started, scheduled, seen = KEYS[1], KEYS[2], KEYS[3
 local lease, limit = tonumber(ARGV[1]), tonumber(ARGV[2])
 
 local function leased(id)
-  for _, execution in ipairs(redis.call('ZRANGE', string.format(ARGV[5], id), 0, -1)) do
+  for _, execution in ipairs(redis.pcall('ZRANGE', string.format(ARGV[5], id), 0, -1)) do  -- of another type: none
     if redis.call('ZSCORE', started, id .. ':' .. execution) then return true end
   end
   return false
