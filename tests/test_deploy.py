@@ -121,7 +121,7 @@ def test_the_environment_of_the_units_holds_settings() -> None:
     given = environment((DEPLOY / "systemd" / "dllm.env").read_text(encoding="utf-8"))
     assert {name for name in given if name.startswith("DLLM_")} <= SETTINGS
     for name in ("dllm-producer.service", "dllm-worker@.service"):
-        assert unit(name)["EnvironmentFile"] == ["/etc/dllm/dllm.env"]
+        assert unit(name)["EnvironmentFile"][0] == "/etc/dllm/dllm.env"
         assert given["DLLM_ROOT"] in unit(name)["ReadWritePaths"]
 
 
