@@ -8,6 +8,7 @@ and stands nowhere, and first marks win as everywhere.
                        or written anew from the claimed source; without it they end as `source_lost`
     unfinished_cancel  a cancelled batch with rows left: cancelled to its end
     unsealed           a complete batch that nobody publishes: published
+    unreadable_record  a batch whose record is of a newer version, or no record: for a person
     missing_source     a batch whose source is still to be read, and is gone: only a person can put it back
     unrecorded_claim   a claimed source of which the ledger knows nothing: recorded, and a producer submits it
     unreadable_claim   a claimed folder that does not tell what it was claimed for: for a person
@@ -22,14 +23,14 @@ import os
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
 from pydantic import ValidationError
 
-from contract import cancelling, claimed, sealing
+from contract import cancelling, claimed, paths, sealing
 from contract.jobs import ErrorCode, ErrorDetail, ErrorRow, PromptJob
 from contract.ledger import Batch, BatchState, Cursor, Ledger, Mark
 from contract.merging import clear_bits, union
@@ -42,6 +43,7 @@ Kind = Literal[
     "lost_rows",
     "unfinished_cancel",
     "unsealed",
+    "unreadable_record",
     "missing_source",
     "unrecorded_claim",
     "unreadable_claim",
@@ -88,8 +90,10 @@ class Auditor:
 
     def look(self, thorough: bool = False) -> list[Finding]:
         """What is wrong now. Unless `thorough`, a queue whose number of jobs is right is not looked through."""
-        batches = self._ledger.get_many(self._ledger.open_batches())
+        records = self._ledger.records(self._ledger.open_batches())
+        batches = [batch for batch in records.values() if batch is not None]
         return [
+            *_unreadable(records),
             *self._cancelled(batches),
             *self._lost(batches, thorough),
             *self._complete(batches),
@@ -176,7 +180,7 @@ class Auditor:
 
     def _unrecorded(self) -> Iterator[Finding]:
         folders = claimed.entries(self._folders)
-        known = {batch.spec.batch for batch in self._ledger.get_many([folder.name for folder in folders])}
+        known = self._ledger.records([folder.name for folder in folders]).keys()
         for folder in folders:
             if folder.name in known or claimed.idle_s(folder) < CLAIM_IDLE_S:
                 continue
@@ -193,7 +197,7 @@ class Auditor:
 
     def _orphans(self) -> Iterator[Finding]:
         folders = [entry for entry in sorted(self._folders.segments.iterdir()) if entry.is_dir()]
-        known = {batch.spec.batch for batch in self._ledger.get_many([folder.name for folder in folders])}
+        known = self._ledger.records([folder.name for folder in folders]).keys()
         for folder in folders:
             at_home = folder.name in known or (self._folders.claimed / folder.name).exists()
             if not at_home and claimed.idle_s(folder) > ORPHAN_IDLE_S:
@@ -240,7 +244,7 @@ class Auditor:
         file = claimed.source(record.spec, self._folders)
         with contextlib.ExitStack() as stack:
             try:
-                stream = stack.enter_context(file.open("rb"))
+                stream = stack.enter_context(paths.opened(file))
             except FileNotFoundError:
                 stream = None
             if stream is not None:
@@ -292,6 +296,13 @@ def _some(rows: Sequence[int]) -> str:
     """`3 rows (0, 1, 2)`, the first of them."""
     named = ", ".join(map(str, rows[:5])) + (", …" if len(rows) > 5 else "")
     return f"{len(rows)} {'row' if len(rows) == 1 else 'rows'} ({named})"
+
+
+def _unreadable(records: Mapping[str, Batch | None]) -> Iterator[Finding]:
+    for batch, record in records.items():
+        if record is None:
+            what = "its record cannot be read: of a newer version, or not ours (the log says more)"
+            yield Finding("unreadable_record", batch, what, "upgrade, or restore the server from its backup", False)
 
 
 def _chunks(rows: Iterable[T]) -> Iterator[list[T]]:

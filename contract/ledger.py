@@ -28,24 +28,28 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from redis import WatchError
 from redis.client import Pipeline
-from redis.exceptions import LockError
+from redis.exceptions import LockError, ResponseError
 from redis.lock import Lock
 
+from contract import logs
 from contract.columns import Columns
 from contract.hours import Hours
 from contract.jobs import OutputFormat, Priority
 from contract.names import Connection
+from contract.paths import is_plain
 from contract.sampling import SamplingParams
 
 Kind = Literal["txt", "jsonl", "csv", "parquet"]
 
 LOCK_S = 30.0
 """A lock not extended for this long belongs to a dead process."""
+BATCH_ID = r"^[A-Za-z0-9_-]{1,100}$"
+"""Batches name keys, jobs and folders."""
 PAGE = 100
 """Batches looked at in one round trip."""
 
@@ -95,11 +99,14 @@ class BatchSpec(BaseModel):
     lines; `params` what rows get that do not say otherwise; `hours` when it may run, None for always. `packed` says
     that the source is a `.gz`, `params_line` that its first line tells parameters and is no prompt. `content` is one
     for all batches that would give the same outputs, None for those whose like is not looked for.
+
+    Manifests and records are read back from folders and servers that others may write to; what stands here becomes
+    paths, so names that lead anywhere else are refused.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    batch: str
+    batch: Annotated[str, Field(pattern=BATCH_ID)]
     source: str
     output: str
     kind: Kind
@@ -116,6 +123,20 @@ class BatchSpec(BaseModel):
     prices: Prices | None = None
     content: str | None = None
     served: Served | None = None
+
+    @field_validator("source")
+    @classmethod
+    def _one_name(cls, source: str) -> str:
+        if not is_plain(source):
+            raise ValueError("source must be a file's name, without its folder")
+        return source
+
+    @field_validator("output")
+    @classmethod
+    def _below_the_outputs(cls, output: str) -> str:
+        if not all(is_plain(part) and not part.startswith(".") for part in output.split("/")):
+            raise ValueError("output must be a visible name below the folder of outputs")
+        return output
 
 
 class Cursor(BaseModel):
@@ -176,10 +197,11 @@ class Batch(BaseModel):
 
 
 class Ledger:
-    """All reads and writes of the keys above. Holds a connection (bytes, not text) and nothing else."""
+    """All reads and writes of the keys above. Holds a connection (bytes, not text) and what it said of bad records."""
 
     def __init__(self, redis: Connection) -> None:
         self.redis = redis
+        self._unreadable: set[str] = set()
         self._names = redis.names
         self._create = redis.register_script(_CREATE)
         self._mark = redis.register_script(_MARK)
@@ -250,16 +272,39 @@ class Ledger:
         return next(iter(self.get_many([batch])), None)
 
     def get_many(self, batches: Sequence[str]) -> list[Batch]:
-        """The known ones of `batches`, in that order, in one round trip."""
+        """The known ones of `batches` that can be read, in that order, in one round trip."""
+        return [batch for batch in self.records(batches).values() if batch is not None]
+
+    def records(self, batches: Sequence[str]) -> dict[str, Batch | None]:
+        """The known ones of `batches`, in that order; None for a record that cannot be read.
+
+        That is one of a newer version, or of a hand that wrote to the server: it is told of in the log and left alone,
+        and keeps nobody from looking after the others.
+        """
         with self.redis.pipeline(transaction=True) as pipe:
             for batch in batches:
                 pipe.hgetall(self.key(batch))
                 pipe.get(self.key(batch, "cursor"))
                 for mark in Mark:
                     pipe.bitcount(self.key(batch, mark))
-            answers = iter(pipe.execute())
-        records = zip(answers, answers, answers, answers, answers, strict=True)
-        return [_batch(*record) for record in records if record[0]]
+            answers = iter(pipe.execute(raise_on_error=False))
+        found = zip(batches, zip(answers, answers, answers, answers, answers, strict=True), strict=True)
+        return {batch: self._read(batch, record) for batch, record in found if record[0]}
+
+    def _read(self, batch: str, record: tuple[Any, ...]) -> Batch | None:
+        try:
+            for answer in record:
+                if isinstance(answer, Exception):
+                    raise answer
+            return _batch(batch, *record)
+        except (ResponseError, ValueError, LookupError) as error:
+            if isinstance(error, ResponseError) and not str(error).startswith("WRONGTYPE"):
+                raise
+            if batch not in self._unreadable:
+                self._unreadable.add(batch)
+                reason = " ".join(str(error).split())[:500]
+                logs.get(batch=batch).error("record of a batch cannot be read; it is left alone", reason=reason)
+            return None
 
     def known(self) -> int:
         """How many batches there are."""
@@ -454,11 +499,19 @@ return 1
 """
 
 
-def _batch(fields: dict[bytes, bytes], cursor: bytes | None, done: int, failed: int, cancelled: int) -> Batch:
+def _batch(
+    batch: str, fields: dict[bytes, bytes], cursor: bytes | None, done: int, failed: int, cancelled: int
+) -> Batch:
+    spec = BatchSpec.model_validate_json(fields[b"spec"])
+    if spec.batch != batch:
+        raise ValueError(f"it says that it is {spec.batch}")
+    processed = _text(fields[b"processed"]) if b"processed" in fields else None
+    if processed is not None and not all(map(is_plain, processed.split("/"))):
+        raise ValueError("its source is said to lie outside its folder")
     total = fields.get(b"total")
     times = {name: _time(fields, name) for name in ("started_at", "ended_at", "finished_at", "cancelled_at")}
     return Batch(
-        spec=BatchSpec.model_validate_json(fields[b"spec"]),
+        spec=spec,
         state=BatchState(_text(fields[b"state"])),
         counts=Counts(
             total=None if total is None else int(total),
@@ -468,7 +521,7 @@ def _batch(fields: dict[bytes, bytes], cursor: bytes | None, done: int, failed: 
             cancelled=cancelled,
         ),
         output_tokens=int(fields.get(b"output_tokens", 0)),
-        processed=_text(fields[b"processed"]) if b"processed" in fields else None,
+        processed=processed,
         unread=b"unread" in fields,
         **times,
     )
@@ -484,4 +537,4 @@ def _cursor(value: Any) -> Cursor:
 
 
 def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)

@@ -6,13 +6,18 @@ as bound values.
 
 from __future__ import annotations
 
+import io
+import json
 import logging
 import logging.handlers
 import sys
+from collections.abc import MutableMapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import structlog
+
+from contract.terminal import safe_json, safe_lines
 
 BACKUPS = 5
 
@@ -39,7 +44,7 @@ def set_up(folder: Path, name: str, level: str, max_mb: int, quiet: bool = False
             processors=[
                 structlog.stdlib.ProcessorFormatter.remove_processors_meta,
                 structlog.processors.format_exc_info,
-                structlog.processors.JSONRenderer(ensure_ascii=False),
+                structlog.processors.JSONRenderer(_json, ensure_ascii=False),
             ],
         )
     )
@@ -50,10 +55,8 @@ def set_up(folder: Path, name: str, level: str, max_mb: int, quiet: bool = False
             foreign_pre_chain=shared,
             processors=[
                 structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-                # Plain, because the default formatter also shows local variables, that is, people's prompts.
-                structlog.dev.ConsoleRenderer(
-                    colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
-                ),
+                _harmless,
+                structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=_traceback),
             ],
         )
     )
@@ -72,6 +75,25 @@ def set_up(folder: Path, name: str, level: str, max_mb: int, quiet: bool = False
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=False,
     )
+
+
+def _json(event: Any, **options: Any) -> str:
+    return safe_json(json.dumps(event, **options))
+
+
+def _harmless(logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Texts of others that stand in an event, so that a terminal obeys nothing in them."""
+    for name, value in event.items():
+        if isinstance(value, str):
+            event[name] = safe_lines(value)
+    return event
+
+
+def _traceback(stream: TextIO, exc_info: Any) -> None:
+    """Plain, because the default formatter also shows local variables, that is, people's prompts."""
+    text = io.StringIO()
+    structlog.dev.plain_traceback(text, exc_info)
+    stream.write(safe_lines(text.getvalue()))
 
 
 def get(**bound: Any) -> structlog.stdlib.BoundLogger:

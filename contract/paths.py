@@ -10,9 +10,13 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 DOUBLE_ENDINGS = (".gz", ".yaml")
 """What says only together with the ending before it what a file is: `.csv.gz`, `.params.yaml`."""
+
+LONGEST_NAME = 255
+"""Bytes of a file name, on all file systems that we know of."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,16 @@ class Folders:
         return self
 
 
+def is_plain(name: str) -> bool:
+    """Is `name` that of one file in whatever folder it is put: no way out of the folder, and no way deeper into it?"""
+    return name not in ("", ".", "..") and "/" not in name and "\0" not in name
+
+
+def opened(file: Path, buffering: int = -1) -> BinaryIO:
+    """`file` for reading; of a link only OSError: what somebody put in its place is not followed."""
+    return open(file, "rb", buffering, opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW))
+
+
 def fsync_folder(folder: Path) -> None:
     """Make a rename or a new file in `folder` survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -107,7 +121,9 @@ def _free_or_same(source: Path, folder: Path) -> Path:
     candidate, number = folder / source.name, 2
     ending = "".join(source.suffixes[-2:]) if source.suffix in DOUBLE_ENDINGS else source.suffix
     while os.path.lexists(candidate) and not (candidate.exists() and candidate.samefile(source)):
-        candidate, number = folder / f"{source.name.removesuffix(ending)}-{number}{ending}", number + 1
+        end = f"-{number}{ending}"
+        stem = os.fsencode(source.name.removesuffix(ending))[: LONGEST_NAME - len(os.fsencode(end))]
+        candidate, number = folder / f"{stem.decode('utf-8', 'ignore')}{end}", number + 1
     return candidate
 
 

@@ -8,7 +8,7 @@ Jobs that are queued here wait in the backlog of their batch (`contract.turns`),
 Seams of RQ 3.0 that this module stands on (held by tests/contract/test_queues.py): a job is a hash of
 `Job.to_dict()`, its queue a list of ids; the names of a queue's keys and of an execution's; `Retry(interval=0)` makes
 RQ's clean-up of an abandoned job put it back on its queue inside one transaction; `FailedJobRegistry.remove`,
-`Queue._prepare_for_queue` and `_persist_job`.
+`Queue._prepare_for_queue` and `_persist_job`; the set of worker keys, and `Worker.find_by_key`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
-from pydantic import ValidationError
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.client import Pipeline
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import NoPermissionError
+from redis.exceptions import NoPermissionError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from rq import Queue, Retry, Worker
 from rq.executions import Execution, ExecutionRegistry
@@ -42,6 +41,8 @@ FAILURE_TTL_S = 365 * 86_400
 RESPONSE_S = 30.0
 SCAN = 1_000
 LONGEST_REASON = 10_000
+LARGEST_JOB = 1 << 28
+"""Bytes that a job's data may unpack to: more than the longest line gives (`max_line_mb`), however it is escaped."""
 
 
 def connect(url: str, prefix: str = DEFAULT) -> Connection:
@@ -112,8 +113,18 @@ class WorkerInfo(NamedTuple):
 
 def workers(redis: Connection) -> list[WorkerInfo]:
     """The living workers of all models, by name; those of other installations on the server left out."""
-    found = [
-        WorkerInfo(
+    keys = cast("set[bytes]", redis.smembers(Worker.redis_workers_keys))
+    found = [_worker(redis, key.decode(errors="replace")) for key in keys]
+    return sorted((worker for worker in found if worker), key=lambda worker: worker.name)
+
+
+def _worker(redis: Connection, key: str) -> WorkerInfo | None:
+    """None for a worker that is gone, is of another installation, or is none: whatever stands under its key."""
+    try:
+        worker = Worker.find_by_key(key, connection=redis, serializer=JSONSerializer)
+        if worker is None or not any(map(redis.names.owns, worker.queue_names())):
+            return None
+        return WorkerInfo(
             name=redis.names.plain(worker.name),
             state=str(worker.get_state()),
             queues=tuple(worker.queue_names()),
@@ -121,10 +132,8 @@ def workers(redis: Connection) -> list[WorkerInfo]:
             names=redis.names,
             vitals=_vitals(redis, redis.names.plain(worker.name)),
         )
-        for worker in Worker.all(connection=redis, serializer=JSONSerializer)
-        if any(map(redis.names.owns, worker.queue_names()))
-    ]
-    return sorted(found, key=lambda worker: worker.name)
+    except (ValueError, TypeError, LookupError, ResponseError):
+        return None
 
 
 def overdue(redis: Connection, model: str, now: float, by_s: float) -> int:
@@ -237,11 +246,21 @@ def payload(job: PromptJob) -> bytes:
     return zlib.compress(f'["{TASK}", null, [{job.model_dump_json(exclude_defaults=True)}], {{}}]'.encode())
 
 
+def fits(packed: bytes) -> bool:
+    """Does what a job holds unpack to no more than `LARGEST_JOB`? A few kilobytes may stand for more than there is."""
+    try:
+        unpacking = zlib.decompressobj()
+        unpacking.decompress(packed, LARGEST_JOB)
+    except zlib.error:
+        return True  # not packed at all
+    return unpacking.eof or not unpacking.unconsumed_tail
+
+
 def _prompt(data: Any) -> PromptJob | None:
     """The prompt in a job's call; None where there is none that can be read."""
     try:
-        return PromptJob.model_validate(json.loads(zlib.decompress(data))[2][0])
-    except (TypeError, ValueError, LookupError, zlib.error, ValidationError):
+        return PromptJob.model_validate(json.loads(zlib.decompress(data))[2][0]) if fits(data) else None
+    except (TypeError, ValueError, LookupError, RecursionError, zlib.error):
         return None
 
 
@@ -444,10 +463,8 @@ def failed_jobs(redis: Connection, target: Queue, batch: str, indices: Sequence[
 
 
 class Failure(NamedTuple):
-    """A failed job as RQ keeps it: the prompt, None where it cannot be read, `code: message`, and when it failed."""
+    """Why and when a job failed, as RQ keeps it: `code: message`, and a time as text."""
 
-    job_id: str
-    prompt: PromptJob | None
     reason: str
     ended_at: str
 
@@ -467,23 +484,21 @@ def newest_failed(redis: Connection, targets: Sequence[Queue], count: int) -> tu
     return [job_id for _, job_id in sorted(found, reverse=True)[:count]], total
 
 
-def failures(redis: Connection, job_ids: Sequence[str]) -> list[Failure]:
-    """What is known of those of `job_ids` that have a job; one round trip."""
+def failures(redis: Connection, job_ids: Sequence[str]) -> dict[str, Failure]:
+    """Those of `job_ids` that have failed jobs; one round trip, and no prompts in it."""
     with redis.pipeline(transaction=False) as pipe:
         for job_id in job_ids:
-            pipe.hmget(Job.key_for(job_id), ["data", "exc_info", "ended_at"])
+            pipe.hmget(Job.key_for(job_id), ["exc_info", "ended_at"])
         answers = pipe.execute(raise_on_error=False)
-    return [
-        Failure(job_id, _prompt(answer[0]), _unpacked(answer[1]), (answer[2] or b"").decode(errors="replace"))
+    return {
+        job_id: Failure(_unpacked(answer[0]), (answer[1] or b"").decode(errors="replace"))
         for job_id, answer in zip(job_ids, answers, strict=True)
         if isinstance(answer, list) and answer[0] is not None
-    ]
+    }
 
 
-def _unpacked(text: Any) -> str:
+def _unpacked(text: bytes) -> str:
     """What `zlib` packed; the text itself where that did not."""
-    if not isinstance(text, bytes):
-        return ""
     try:
         plain = zlib.decompressobj().decompress(text, LONGEST_REASON)
     except zlib.error:

@@ -14,7 +14,8 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from functools import cache
+from collections import Counter
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from contract.columns import IDS, PROMPTS, Columns
@@ -38,6 +39,9 @@ DISTINCT_LETTERS = 9
 """A parameter's name this long is resembled by accident only; a shorter one may be near to an honest word."""
 ALIKE = 0.85
 DEEPEST = 64
+MOST_KEYS = 1_000
+"""Keys of one row that are compared with the names of parameters."""
+REMEMBERED = 4096
 NO_COLUMNS = Columns()
 
 # Keys of OpenAI bodies that ask nothing of us, whatever they hold.
@@ -143,6 +147,9 @@ def refuse_mistaken(row: Row) -> None:
     found = row.get("metadata")
     if is_request(row) or not isinstance(found, dict):
         return
+    if len(found) > MOST_KEYS:
+        what = f"{len(found):,} keys that are none of ours, and {MOST_KEYS:,} may be: put them under 'metadata'"
+        raise BadPrompt(ErrorCode.BAD_ROW, what)
     for name, value in found.items():
         if name in UNMISTAKABLE and not asks_nothing(name, value):
             raise BadPrompt(ErrorCode.BAD_PARAMS, f"{name} = {_value(value)} is not supported: remove it")
@@ -162,7 +169,7 @@ def mistyped(name: str) -> str | None:
     return None if len(name) > LONGEST_NAME or name in PLAIN_KEYS else _mistyped(name)
 
 
-@cache
+@lru_cache(REMEMBERED)
 def _mistyped(name: str) -> str | None:
     bare = _bare(name)
     for known in PARAMETERS:
@@ -368,13 +375,22 @@ def _not_empty(value: T, content: str) -> T:
 
 def _json(line: str) -> Any:
     try:
-        return json.loads(line)
+        return json.loads(line, object_pairs_hook=_each_once)
     except json.JSONDecodeError as error:
         raise BadPrompt(ErrorCode.BAD_JSON, f"not JSON: {error.msg} at column {error.colno}") from None
     except RecursionError:
         raise BadPrompt(ErrorCode.BAD_JSON, "not readable as JSON: nested too deeply") from None
     except ValueError:  # Python refuses integers of thousands of digits
         raise BadPrompt(ErrorCode.BAD_JSON, "not readable as JSON: a number has too many digits") from None
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> Row:
+    """An object of which every key counts: of two that are alike, readers would take one or the other."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise BadPrompt(ErrorCode.BAD_JSON, f"key '{twice[:LONGEST_NAME]}' stands twice in one object")
+    return found
 
 
 def _refuse_lone_surrogates(row: Row) -> None:

@@ -66,7 +66,9 @@ class SamplingParams(BaseModel):
     )
     temperature: Annotated[float, Field(ge=0.0, le=10.0)] = Field(0.0, description="sampling temperature, 0 for none")
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = Field(1.0, description="nucleus sampling")
-    top_k: Annotated[int, Field(ge=0)] = Field(0, description="sample among the k most likely tokens, 0 for all")
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] = Field(
+        0, description="sample among the k most likely tokens, 0 for all"
+    )
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = Field(
         None, description="seed; the same one gives the same text"
     )

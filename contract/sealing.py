@@ -48,8 +48,8 @@ SYNCED_S = 10.0
 REOPEN_CHUNK = 1_000
 
 
-def seal_ready(ledger: Ledger, folders: Folders) -> list[str]:
-    """Seal every complete batch and clear away what crashes after sealing left; returns the batches sealed.
+def seal_ready(ledger: Ledger, folders: Folders, keep_s: float = 0.0) -> list[str]:
+    """Seal every complete batch, and clear segments away `keep_s` after that; returns the batches sealed.
 
     One batch that cannot be sealed (a full disk, say) is logged and does not hold up the others.
     """
@@ -62,7 +62,7 @@ def seal_ready(ledger: Ledger, folders: Folders) -> list[str]:
                 sealed.append(batch.spec.batch)
         except (OSError, DllmError, ValueError) as error:
             logs.get(batch=batch.spec.batch).error("cannot publish the batch; will be tried again", reason=str(error))
-    _clear_leftovers(ledger, folders)
+    _clear_leftovers(ledger, folders, max(keep_s, SYNCED_S))
     return sealed
 
 
@@ -202,7 +202,7 @@ def _publish(record: Batch, ledger: Ledger, folders: Folders, lease: _Lease) -> 
     with contextlib.ExitStack() as stack:
         merge = stack.enter_context(Merge(folder, total, ledger.bitmaps(spec.batch), lease.keep))
         lease.hold()  # who took over from us may have removed the segments, and nothing was lost
-        _admit_losses(merge, record, ledger)
+        _admit_losses(merge, record, ledger, folders)
         parts = [folder / f".{name}.{uuid4().hex}.part" for name in ("outputs", "errors", "text", "summary")]
         outputs, failures, text, told = (stack.enter_context(part.open("wb")) for part in parts)
         form = stack.enter_context(formats.opened(spec, folder, record.started_at or spec.created_at))
@@ -236,15 +236,30 @@ def _publish(record: Batch, ledger: Ledger, folders: Folders, lease: _Lease) -> 
             target.unlink(missing_ok=True)  # of an earlier seal, before its rows were retried
 
 
-def _admit_losses(merge: Merge, record: Batch, ledger: Ledger) -> None:
-    """A row that ended but is on no disk any more gets an error row; the ledger is told, so that it agrees."""
+def _admit_losses(merge: Merge, record: Batch, ledger: Ledger, folders: Folders) -> None:
+    """A row that ended but is on no disk any more gets an error row; the ledger is told, so that it agrees.
+
+    Raises DllmError where a published file has more: the server was restored from an older state.
+    """
     batch = record.spec.batch
     lost_outputs, lost_errors = merge.missing(Mark.DONE), merge.missing(Mark.FAILED)
+    _refuse_to_publish_less(_outputs_file(record, folders), record.counts.done - len(lost_outputs))
     if lost_outputs:
         logs.get(batch=batch).error("outputs were lost from the disk", rows=len(lost_outputs), first=lost_outputs[0])
         ledger.lose(batch, lost_outputs)
     if lost_errors:
         logs.get(batch=batch).error("error rows were lost from the disk", rows=len(lost_errors), first=lost_errors[0])
+
+
+def _refuse_to_publish_less(published: Path, outputs: int) -> None:
+    """Raises DllmError where `published` is there already and has more than `outputs` rows."""
+    if not published.exists():
+        return
+    with published.open("rb") as stream:
+        there = sum(piece.count(b"\n") for piece in iter(lambda: stream.read(1 << 20), b""))
+    if there > outputs:
+        what = f"{published} was published already with {there} rows, of which {outputs} are known now"
+        raise DllmError(f"{what}: it stays as it is; move it away to have those published")
 
 
 def _without_output(bitmaps: dict[Mark, bytes]) -> bytes:
@@ -290,17 +305,18 @@ def _put_source_away(spec: BatchSpec, folders: Folders) -> str | None:
     return place
 
 
-def _clear_leftovers(ledger: Ledger, folders: Folders) -> None:
+def _clear_leftovers(ledger: Ledger, folders: Folders, keep_s: float) -> None:
     """Remove segments of batches that were published a while ago.
 
     Not at once: a Redis that syncs its file every second may forget, with the power, that a batch was closed and its
-    last rows marked. It is then published again, and needs its segments.
+    last rows marked. It is then published again, and needs its segments. So does one that was published after the
+    backup was made from which the server is restored.
     """
     if not folders.segments.is_dir():
         return
     names = sorted(path.name for path in folders.segments.iterdir())
     for record in ledger.get_many(names) if names else []:
-        if record.state is not BatchState.DONE or time.time() - (record.finished_at or 0.0) < SYNCED_S:
+        if record.state is not BatchState.DONE or time.time() - (record.finished_at or 0.0) < keep_s:
             continue
         with _lease(ledger, record.spec.batch) as lease, contextlib.suppress(_LeaseLost):
             current = ledger.get(record.spec.batch) if lease else None

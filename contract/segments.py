@@ -156,7 +156,7 @@ def parse(text: bytes) -> dict[str, Any] | None:
         return None
     try:
         row = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(row, dict) or type(row.get("index")) is not int or row["index"] < 0:
         return None

@@ -50,6 +50,10 @@ class Settings(BaseSettings):
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="what is logged")
     log_prompts: bool = Field(False, description="write prompts and outputs into the logs too")
+    keep_segments_s: Annotated[float, Field(ge=0)] = Field(
+        0.0,
+        description="a published batch's rows stay in .segments/ for so long: as old as a backup of Redis may be",
+    )
     log_max_mb: Count = Field(64, description="a log file is rotated at this size")
     log_max_hours: Seconds = Field(24.0, description="a log file is rotated at this age, in hours")
     log_keep_days: Seconds = Field(30.0, description="log files that were not written to for so long are removed")
@@ -121,7 +125,7 @@ class ProducerSettings(Settings):
     )
     max_queued: Count = Field(10_000, description="prompts of one batch that stand in Redis at a time")
     max_queued_mb: Count = Field(64, description="the same in megabytes of prompt text")
-    max_line_mb: Count = Field(16, description="a longer input line is an error row")
+    max_line_mb: Annotated[int, Field(ge=1, le=32)] = Field(16, description="a longer input line is an error row")
     serve_host: str = Field(
         "127.0.0.1", description="address that `producer serve` listens on; any but loopback needs an API key"
     )

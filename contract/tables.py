@@ -21,9 +21,12 @@ from contract.ledger import BatchSpec, Cursor
 from contract.lines import Line, Tick, lines, too_long
 
 PARQUET_ROWS = 256
+PARQUET_BYTES = 1 << 28
+MOST_VALUES = 1_000_000
 PARQUET_BUFFER = 1 << 20
 NO_PYARROW = "reading .parquet needs pyarrow: pip install 'dllm-batch[parquet]'"
 SHOWN_COLUMNS = 12
+MOST_COLUMNS = 1_000
 
 
 @dataclass(frozen=True)
@@ -155,7 +158,7 @@ def _parquet(stream: BinaryIO, columns: Columns, limit: int, tick: Tick) -> Iter
         if error is not None:
             yield Record(number, offset, number + 1, error=error)
             return
-        for batch in file.iter_batches(batch_size=PARQUET_ROWS):
+        for batch in _batches(file):
             tick()
             size = batch.nbytes // batch.num_rows + 1 if batch.num_rows else 0
             for values in batch.to_pylist():
@@ -167,6 +170,21 @@ def _parquet(stream: BinaryIO, columns: Columns, limit: int, tick: Tick) -> Iter
             raise  # the disk's fault, or ours, not the file's
         what = f"from here on the file cannot be read as parquet: {' '.join(str(error).split())[:200]}"
         yield Record(number, offset, number + 1, error=BadPrompt(ErrorCode.BAD_FILE, what))
+
+
+def _batches(file: Any) -> Iterator[Any]:
+    """Few rows at a time where values may be large: one that a thousand rows share is stored once, and read for each.
+
+    Raises ValueError where a row holds more values than any prompt has.
+    """
+    for number in range(file.num_row_groups):
+        group = file.metadata.row_group(number)
+        columns = [group.column(place) for place in range(group.num_columns)]
+        if any(column.num_values > MOST_VALUES * max(1, group.num_rows) for column in columns):
+            raise ValueError(f"its rows hold more than {MOST_VALUES:,} values each")
+        largest = max((column.total_uncompressed_size for column in columns), default=0)  # so large is no value
+        rows = max(1, min(PARQUET_ROWS, PARQUET_BYTES // max(1, largest)))
+        yield from file.iter_batches(batch_size=rows, row_groups=[number])
 
 
 def _parquet_record(values: Mapping[str, Any], number: int, end: int, limit: int) -> Record:
@@ -212,6 +230,8 @@ def _plain(value: Any) -> Any:
 
 def objection(names: Sequence[str], columns: Columns) -> BadPrompt | None:
     """Why a table with these columns gives no prompts; None when it may."""
+    if len(names) > MOST_COLUMNS:
+        return BadPrompt(ErrorCode.BAD_FILE, f"{len(names):,} columns, and {MOST_COLUMNS:,} may be: leave some out")
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         return BadPrompt(ErrorCode.BAD_FILE, f"two columns are called '{twice}': rename one")

@@ -66,8 +66,10 @@ local function next_row(turns, hours, backlog_key, target)
     local batch = redis.call('ZRANGE', turns, 0, 0)[1]
     if not batch then return false end
     local backlog = string.format(backlog_key, batch)
-    local id = redis.call('LMOVE', backlog, target, 'LEFT', 'RIGHT')
-    if redis.call('EXISTS', backlog) == 1 then
+    local id = redis.pcall('LMOVE', backlog, target, 'LEFT', 'RIGHT')
+    local foreign = type(id) == 'table'  -- an error: what stands there is no list of ours, and is left alone
+    if foreign then id = false end
+    if not foreign and redis.call('EXISTS', backlog) == 1 then
       redis.call('ZADD', turns, last_turn(turns) + 1, batch)
     else
       redis.call('ZREM', turns, batch)

@@ -37,6 +37,8 @@ from producer.notices import Notices
 PARTIAL = ".copy.part"
 SPOOL = ".stdin-"
 HERE = Path()
+OBEYED = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069/\\]")
+"""What terminals obey, what turns text around, and what separates folders: none of it is in the name of an output."""
 LONGEST_SLUG = 40
 LONGEST_OUTPUT = 200
 ABANDONED_S = 60.0
@@ -98,16 +100,25 @@ class Claims:
                 return None
             self._copy_params(beside, spec)
             os.rename(file, self.source(spec))
+            if Look.at(self.source(spec))._replace(inode=look.inode) != look:  # some file systems number anew
+                self._put_back(file, spec)
+                return None
         except FileNotFoundError:
             self._discard(spec)
             return None
         except OSError:
             self._discard(spec)
             raise
-        if not _needed(beside):
+        if kinds.is_file(beside) and not _needed(beside):
             beside.unlink(missing_ok=True)
         claimed.record(spec, self.ledger, self.folders)
         return spec
+
+    def _put_back(self, file: Path, spec: BatchSpec) -> None:
+        """What was taken is not what was looked at: somebody wrote on, or put a link in its place. Look again later."""
+        if not os.path.lexists(file):
+            os.rename(self.source(spec), file)
+            self._discard(spec)
 
     def snapshot(
         self, file: Path, name: str | None = None, below: Path = HERE, served: Served | None = None
@@ -227,8 +238,9 @@ class Claims:
         folders that never got their source.
         """
         found = [spec for folder in claimed.entries(self.folders) if (spec := self._read_manifest(folder)) is not None]
-        known = {batch.spec.batch: batch for batch in self.ledger.get_many([spec.batch for spec in found])}
-        open_ones = [self._settle(spec, known.get(spec.batch)) for spec in found]
+        known = self.ledger.records([spec.batch for spec in found])
+        readable = [spec for spec in found if known.get(spec.batch, spec) is not None]
+        open_ones = [self._settle(spec, known.get(spec.batch)) for spec in readable]
         return sorted((spec for spec in open_ones if spec), key=lambda spec: spec.created_at)
 
     def _settle(self, spec: BatchSpec, batch: Batch | None) -> BatchSpec | None:
@@ -251,7 +263,7 @@ class Claims:
 
     def _copy_params(self, beside: Path, spec: BatchSpec) -> None:
         """Put a file's parameters into its claim: a second name where the file system has links, else a copy."""
-        if not beside.is_file():
+        if not kinds.is_file(beside):
             return
         target = self.source(spec).with_name(beside.name)
         try:
@@ -374,14 +386,15 @@ def checked_name(name: str) -> str:
 
 def output_stem(stem: str) -> str:
     """`stem` as the stem of output files: visible, of bearable length, and never taken for another batch's files."""
-    visible = re.sub(r"[\x00-\x1f\x7f/\\]", "_", stem).strip().lstrip(".")
+    visible = OBEYED.sub("_", stem).strip().lstrip(".")
     short = visible.encode("utf-8", "replace")[:LONGEST_OUTPUT].decode("utf-8", "ignore")
     return re.sub(r"\.(errors|openai)$", r"-\1", short, flags=re.IGNORECASE) or "batch"
 
 
 def mirrored(below: Path) -> Path:
     """`below` as a folder of outputs: it cannot have the name of a file of outputs."""
-    return Path(*(re.sub(r"\.(jsonl|txt|csv|parquet|json)$", r"_\1", part, flags=re.I) for part in below.parts))
+    visible = (OBEYED.sub("_", part) for part in below.parts)
+    return Path(*(re.sub(r"\.(jsonl|txt|csv|parquet|json)$", r"_\1", part, flags=re.I) for part in visible))
 
 
 def slug(stem: str) -> str:

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from contract.jobs import REMEDIES, ErrorCode, ErrorRow
 from contract.ledger import Batch
+from contract.terminal import safe, safe_lines
 from producer.doctor import Diagnosis
 from producer.preview import Preview, Throughput
 from producer.report import BatchReport, SystemReport, WorkerReport
@@ -30,11 +31,6 @@ PAGE = 1_000
 RANGES_SHOWN = 10
 SOON_S = 20 * 3600.0
 """A clock time this near is told without its date."""
-
-
-def safe(text: str) -> str:
-    """`text` in one line without anything a terminal would obey: control and invisible characters are spelled out."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def short(text: str, length: int = LONGEST_CELL) -> str:
@@ -49,13 +45,15 @@ def say(text: str) -> None:
 
 
 def answer(text: str) -> None:
-    """A line of the result, on stdout."""
+    """A line of the result, or several, on stdout; a terminal obeys nothing in it. Scripts get it as it is."""
+    if sys.stdout.isatty():
+        text = safe_lines(text)
     print(text, flush=True)  # noqa: T201
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """A table on stdout; cells must be safe already."""
-    cells = [[str(cell) for cell in row] for row in rows]
+    """A table on stdout, whatever stands in its cells."""
+    cells = [[safe(str(cell)) for cell in row] for row in rows]
     console = Console()
     if not console.is_terminal:
         answer(_aligned([list(headers), *cells]))
@@ -89,7 +87,7 @@ def moment(at: float) -> str:
 
 def clear() -> None:
     """An empty screen, or an empty line where the output is no terminal."""
-    answer("\x1b[H\x1b[2J" if sys.stdout.isatty() else "")
+    print("\x1b[H\x1b[2J" if sys.stdout.isatty() else "", flush=True)  # noqa: T201
 
 
 def standing(report: SystemReport | BatchReport) -> None:
@@ -120,7 +118,7 @@ def system(report: SystemReport) -> None:
     else:
         answer("no batches yet: put a file of prompts into batch_inputs/ or run `producer submit FILE`")
     answer("")
-    table(("QUEUE", "PRIORITY", "WAITING"), [(safe(row.model), row.priority, row.waiting) for row in report.queues])
+    table(("QUEUE", "PRIORITY", "WAITING"), [(row.model, row.priority, row.waiting) for row in report.queues])
     answer("")
     if not report.workers:
         answer("no workers: start one with `worker run`")
@@ -133,9 +131,9 @@ def system(report: SystemReport) -> None:
 
 def _worker_row(worker: WorkerReport) -> tuple[object, ...]:
     return (
-        safe(worker.name),
+        worker.name,
         worker.state,
-        safe(worker.device or "-"),
+        worker.device or "-",
         short(worker.model or "-", 24),
         "-" if worker.rows is None else worker.rows,
         "-" if worker.tokens_per_s is None else f"{worker.tokens_per_s:.1f}",
@@ -171,8 +169,8 @@ def batch(report: BatchReport) -> None:
     total = "still reading" if report.total is None else report.total
     facts: list[tuple[str, object]] = [
         ("batch", report.batch),
-        ("file", safe(report.source)),
-        ("model", safe(report.model)),
+        ("file", report.source),
+        ("model", report.model),
         ("priority", report.priority),
         *((("window", report.window),) if report.window else ()),
         ("state", _state(report)),
@@ -185,9 +183,9 @@ def batch(report: BatchReport) -> None:
         ("tokens/s", f"{report.tokens_per_s:.1f}"),
         ("elapsed", duration(report.elapsed_s)),
         ("left", "-" if report.finished_at else duration(report.eta_s)),
-        *(("output", safe(file)) for file in report.files),
+        *(("output", file) for file in report.files),
     ]
-    answer("\n".join(f"{name:<10} {value}" for name, value in facts))
+    answer("\n".join(f"{name:<10} {safe(str(value))}" for name, value in facts))
 
 
 def missing(batch: Batch, ranges: Iterable[tuple[int, int]]) -> None:
@@ -219,7 +217,7 @@ def failures(rows: Iterable[tuple[str, ErrorRow]]) -> int:
         table(
             ("BATCH", "ROW", "ID", "CODE", "ATTEMPTS", "MESSAGE", "PROMPT"),
             [
-                (batch, row.index, short(row.id, 24), error.code, error.attempts, safe(error.message), _prompt(row))
+                (batch, row.index, short(row.id, 24), error.code, error.attempts, error.message, _prompt(row))
                 for batch, row in page
                 for error in [row.error]
             ],

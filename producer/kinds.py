@@ -6,12 +6,15 @@ file: they beat those of the command and the configuration, and the rows' own be
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
+from contract import paths
 from contract.errors import BadPrompt, UsageError
 from contract.ledger import Kind
 from contract.lines import BOM, TORN_GZIP, unpacked
@@ -59,7 +62,9 @@ def own_params(file: Path, base: SamplingParams) -> tuple[SamplingParams, bool]:
     Raises UsageError naming the place and what would be right.
     """
     beside, found = params_beside(file), of(file.name)
-    if beside.is_file():
+    if os.path.lexists(beside):
+        if not is_file(beside):
+            raise UsageError(f"{beside}: a link, or no file: put the file itself there")
         base = _laid_over(base, _read(beside), str(beside))
     line = _first_line(file, found.packed) if found and found.kind == "txt" else b""
     match = PARAMS_LINE.match(line)
@@ -68,8 +73,16 @@ def own_params(file: Path, base: SamplingParams) -> tuple[SamplingParams, bool]:
     return _laid_over(base, match[1], f"{file} line 1"), True
 
 
+def is_file(path: Path) -> bool:
+    """Is a file itself there? A link's target may be what its maker could not have read."""
+    try:
+        return stat.S_ISREG(os.lstat(path).st_mode)
+    except OSError:
+        return False
+
+
 def _read(file: Path) -> bytes:
-    with file.open("rb") as stream:
+    with paths.opened(file) as stream:
         return stream.read(LONGEST_PARAMS + 1)
 
 
@@ -82,13 +95,22 @@ def _first_line(file: Path, packed: bool) -> bytes:
     return line.removeprefix(BOM)
 
 
+class _Plain(yaml.SafeLoader):
+    """Values as they stand there: a few lines of references to references would stand for more than memory holds."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("references (*name) are not taken")
+        return super().compose_node(parent, index)
+
+
 def _laid_over(base: SamplingParams, text: bytes, place: str) -> SamplingParams:
     if len(text) > LONGEST_PARAMS:
         raise UsageError(f"{place}: parameters may have {LONGEST_PARAMS:,} bytes")
     try:
-        values: Any = yaml.safe_load(text.decode("utf-8-sig"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"{place}: not readable as YAML: {' '.join(str(error).split())}") from None
+        values: Any = yaml.load(text.decode("utf-8-sig"), _Plain)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a day that no month has, say
+        raise UsageError(f"{place}: not readable as YAML: {' '.join(str(error).split())[:500]}") from None
     if not isinstance(values or {}, dict):
         raise UsageError(f"{place}: expected parameters by name, such as temperature: 0.7")
     try:

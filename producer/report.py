@@ -9,7 +9,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from contract import claimed, logs, queues, sealing, turns
 from contract.errors import UsageError, nearest
@@ -100,7 +100,10 @@ class SystemReport(BaseModel):
 
 def find(batch: str, ledger: Ledger) -> Batch:
     """The batch of that id. Raises UsageError naming the nearest known one."""
-    found = ledger.get(batch)
+    records = ledger.records([batch])
+    found = records.get(batch)
+    if batch in records and found is None:
+        raise UsageError(f"the record of batch '{batch}' cannot be read: the log in logs/ says why")
     if found is None:
         raise UsageError(f"no batch '{batch}'{_nearest(batch, ledger)}: `producer status` lists them")
     return found
@@ -269,4 +272,7 @@ def _worker(info: queues.WorkerInfo) -> WorkerReport:
     age = None if info.last_heartbeat is None else round(max(0.0, time.time() - info.last_heartbeat), 1)
     known = {name: value for name, value in info.vitals.items() if name in WorkerReport.model_fields}
     base = {"name": info.name, "state": info.state, "queues": list(info.queues), "heartbeat_age_s": age}
-    return WorkerReport.model_validate({**known, **base})
+    try:
+        return WorkerReport.model_validate({**known, **base})
+    except ValidationError:  # what it told is nothing that a worker of ours tells
+        return WorkerReport.model_validate(base)

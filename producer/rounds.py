@@ -41,7 +41,7 @@ class Rounds:
     def look(self) -> None:
         """Line up the claimed batches that are not submitted to their end, and publish those that are complete."""
         self._line_up(self._claims.pending())
-        sealing.seal_ready(self._ledger, self._settings.folders)
+        sealing.seal_ready(self._ledger, self._settings.folders, self._settings.keep_segments_s)
 
     def advance(self) -> bool:
         """One chunk of each active batch; False when all of them wait for room.

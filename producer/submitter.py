@@ -20,7 +20,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import LockError, OutOfMemoryError, ReadOnlyError, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from contract import logs, queues, sealing
+from contract import claimed, logs, paths, queues, sealing
 from contract.jobs import ErrorRow, PromptJob
 from contract.ledger import LOCK_S, BatchSpec, BatchState, Counts, Cursor, Ledger
 from contract.parser import Parsed, parse
@@ -139,7 +139,7 @@ class Submission:
 
     def _open(self) -> None:
         self.cursor = self._ledger.cursor(self.spec.batch)
-        self._source = (self._folders.claimed / self.spec.batch / self.spec.source).open("rb", buffering=CHUNK_BYTES)
+        self._source = paths.opened(claimed.source(self.spec, self._folders), CHUNK_BYTES)
         limit = self._settings.max_line_mb << 20
         self._rows = parse(self._source, self.spec, self.cursor, limit, self._tick)
         if self.cursor.index:

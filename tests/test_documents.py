@@ -59,6 +59,18 @@ def test_every_promise_of_the_operations_guide_is_held_by_a_test_that_there_is()
             assert f"\ndef {test}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), (promise, test)
 
 
+def test_every_attack_of_the_operations_guide_was_tried_by_a_test_that_there_is() -> None:
+    table = OPERATIONS.split("### What a hostile file can and cannot do")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (?!attack|---)([^|]+) \|[^|]+\| ([^|]+) \|$", table, flags=re.MULTILINE)
+    assert len(rows) > 20
+    for attack, tried_by in rows:
+        tests = re.findall(r"`(?:([\w/]+\.py)(?:::)?)?(test_\w+)?`", tried_by)
+        assert tests, attack
+        for file, test in tests:
+            text = (ROOT / "tests" / (file or "test_attacks.py")).read_text(encoding="utf-8")
+            assert not test or f"\ndef {test}(" in text, (attack, test)
+
+
 def test_the_readme_lists_every_sampling_parameter() -> None:
     for name in SamplingParams.model_fields:
         assert f"`{name}`" in README

@@ -20,6 +20,7 @@ from contract.errors import DllmError, UsageError
 from contract.flags import Model, RedisUrl, Root, choices, sampling_flags
 from contract.sampling import parse_params
 from contract.settings import WorkerSettings
+from contract.terminal import safe, safe_lines
 from worker.progress import Progress
 from worker.restarts import Restarts
 
@@ -49,7 +50,7 @@ def main() -> None:
     try:
         app()
     except DllmError as error:
-        err.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        err.print(f"error: {safe(str(error))}", markup=False, highlight=False, soft_wrap=True)
         sys.exit(2 if isinstance(error, UsageError) else 1)
 
 
@@ -211,7 +212,7 @@ def generate(
 
 def _deliver(text: str, output_file: Path | None) -> None:
     if output_file is None:
-        sys.stdout.write(text + "\n")
+        sys.stdout.write((safe_lines(text) if sys.stdout.isatty() else text) + "\n")
         return
     try:
         output_file.write_text(text + "\n", encoding="utf-8")
@@ -243,7 +244,7 @@ def check(
             typer.echo(f"ok    {title}: {examine(config)}")
         except (DllmError, OSError) as error:
             failed += 1
-            typer.echo(f"FAIL  {title}: {error}")
+            typer.echo(f"FAIL  {title}: {safe(str(error))}")
     if failed:
         raise typer.Exit(1)
 

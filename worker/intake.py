@@ -62,7 +62,7 @@ from contract.errors import BadPrompt, PromptError, PromptFailure, UsageError
 from contract.jobs import RETRIES, SCHEMA, ErrorCode, ErrorDetail, ErrorRow, PromptJob
 from contract.ledger import Ledger, Mark
 from contract.names import Connection
-from contract.queues import FAILURE_TTL_S, queues
+from contract.queues import FAILURE_TTL_S, fits, queues
 from contract.settings import WorkerSettings
 from worker.evidence import Evidence, Vitals
 from worker.lanes import Lane
@@ -408,7 +408,8 @@ class Intake:
 
     def _still_wanted(self, rows: list[Held]) -> list[Held]:
         """Without those that were withdrawn before we held them."""
-        late = [row for row in rows if row.interactive and row.batch in self._withdrawn]
+        with self._guard:
+            late = [row for row in rows if row.interactive and row.batch in self._withdrawn]
         self._let_go(late)
         self._strike(late)
         return [row for row in rows if row not in late] if late else rows
@@ -441,10 +442,16 @@ class Intake:
         attempts = 0
         try:
             job = Job(lease.job_id, connection=self._redis, serializer=JSONSerializer)
+            if not starts:
+                raise BadPrompt(ErrorCode.BAD_ROW, "keys of its batch are of other types than ours: restore the server")
             if record == []:
                 raise BadPrompt(ErrorCode.BAD_ROW, "the job's record was deleted from Redis: submit the prompt again")
-            job.restore(dict(zip(record[::2], record[1::2], strict=True)) if record else {})
-            attempts = int(job.meta.get("attempts", 0))
+            told = dict(zip(record[::2], record[1::2], strict=True)) if record else {}
+            if not all(fits(told.get(packed, b"")) for packed in (b"data", b"exc_info")):
+                self._redis.hdel(Job.key_for(lease.job_id), "data", "exc_info")  # nobody else may stumble over it
+                raise BadPrompt(ErrorCode.BAD_ROW, "the job is damaged (it would unpack to more than memory bears)")
+            job.restore(told)
+            attempts = max(0, int(job.meta.get("attempts", 0)))
             payload = dict(job.args[0])
             prompt = _validated(payload, lease.job_id)
             if starts > QUARANTINE:
@@ -454,7 +461,7 @@ class Intake:
             reason = error
         except Exception as error:  # noqa: BLE001 - rq raises what it likes on a hash that is not a job
             reason = BadPrompt(ErrorCode.BAD_ROW, f"the job is damaged ({type(error).__name__}: {error})"[:500])
-        ours = OUR_JOB.fullmatch(lease.job_id)
+        ours = OUR_JOB.fullmatch(lease.job_id) if starts else None
         batch, index = (ours[1], int(ours[2])) if ours else ("", 0)
         return Rejected(batch, index, reason, attempts, lease, payload)
 
@@ -467,7 +474,7 @@ class Intake:
         self._log.error("job rejected", job=row.lease.job_id, batch=row.batch, index=row.index, reason=str(row.error))
         if row.batch:
             self._rejected.append(row)
-        else:  # somebody else's job on our queue: no row to write, but RQ's failed jobs show it
+        else:  # somebody else's job on our queue, or no ledger: no row to write, but RQ's failed jobs show it
             self._end([row], lambda pipe, job: self._register_failure(pipe, job, row.error))
 
     # Ending
@@ -720,7 +727,8 @@ class Intake:
                 self._bell.set()
 
     def _note_withdrawn(self, request: str) -> None:
-        self._withdrawn.append(request)  # first: a row that is held later is looked up here
+        with self._guard:
+            self._withdrawn.append(request)  # first: a row that is held later is looked up here
         if gone := self._lose(lambda row: row.interactive and row.batch == request):
             self._log.info("withdrawn", batch=request, rows=len(gone))
 
@@ -745,6 +753,9 @@ def _validated(payload: dict[str, Any], job_id: str) -> PromptJob:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "extra_forbidden":
+            what = f"the job has a field that this worker does not know ({where[:100]}), so its producer is newer"
+            raise BadPrompt(ErrorCode.BAD_ROW, f"{what}: upgrade the worker, then `producer retry`") from None
         raise BadPrompt(ErrorCode.BAD_ROW, f"the job is damaged ({where}: {first['msg']})") from None
     if prompt.job_id != job_id:
         raise BadPrompt(ErrorCode.BAD_ROW, f"the job is damaged (it says that it is {prompt.job_id})")

@@ -197,6 +197,12 @@ class Loop:
                 self.model.engine.add(self.model.request(job.job_id, job.asked, job.params, taken.interactive))
             except PromptError as error:
                 self._fail(self.running.pop(job.job_id), error)
+            except Exception as error:
+                if poisons(error):
+                    raise
+                self.log.error("prompt_not_admitted", batch=taken.batch, index=taken.index, exc_info=error)
+                failure = PromptFailure(ErrorCode.MODEL_ERROR, f"{type(error).__name__}: {error}")
+                self._fail(self.running.pop(job.job_id), failure)
             else:
                 running.sink.started(taken)
 

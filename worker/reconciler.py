@@ -51,7 +51,7 @@ class Reconciler:
                 clean_worker_registry(queue)
             except ResponseError:
                 self._log.exception("cannot look after the queue", queue=queue.name)
-        sealing.seal_ready(self._ledger, self._settings.folders)
+        sealing.seal_ready(self._ledger, self._settings.folders, self._settings.keep_segments_s)
         if self._leads():
             self._audit()
 

@@ -28,7 +28,8 @@ end
 # ARGV room for rows of batches, room for all rows, lease seconds, worker, its executions key, time as text, the most
 # starts that are counted here; patterns of the keys job, execution, executions, done, failed, cancelled, starts, batch,
 # backlog; what the ids of these executions begin with.
-# Returns for each job: queue number, id, execution id, hash or false, whether it ended, starts with this one.
+# Returns for each job: queue number, id, execution id, hash or false, whether it ended, starts with this one (0: the
+# ledger's keys of its batch are of other types than ours).
 # Should the script fail halfway, what it popped lies in the intermediate list and is found by REPAIR.
 # Jobs of requests that nobody waits for any more are deleted: their service is gone, or their time was over.
 TAKE = (
@@ -54,6 +55,19 @@ local function forget(id, job, intermediate)
   redis.call('LREM', intermediate, -1, id)
 end
 
+local function counted(batch, index)
+  local ended = 0
+  for _, mark in ipairs({done, failed, cancelled}) do
+    ended = ended + redis.call('GETBIT', string.format(mark, batch), index)
+  end
+  local counts = string.format(starts_key, batch)
+  local starts = tonumber(redis.call('HGET', counts, index) or 0) + 1
+  if starts <= counted_here then redis.call('HINCRBY', counts, index, 1) end
+  local known = string.format(batch_key, batch)
+  if redis.call('HEXISTS', known, 'spec') == 1 then redis.call('HSETNX', known, 'started_at', now) end
+  return ended, starts
+end
+
 local function lease_out(q, id, job, intermediate, started)
   local hash = redis.pcall('HGETALL', job)
   if hash.err then hash = false end
@@ -64,7 +78,10 @@ local function lease_out(q, id, job, intermediate, started)
   redis.call('HSET', record, 'id', execution, 'job_id', id, 'created_at', now, 'last_heartbeat', now,
              'worker_name', worker)
   redis.call('PEXPIRE', record, math.ceil(lease * 1000))
-  redis.call('ZADD', executions, now + lease + 60, execution)
+  if type(redis.pcall('ZADD', executions, now + lease + 60, execution)) == 'table' then
+    redis.call('DEL', executions)  -- nobody's who has to do with jobs
+    redis.call('ZADD', executions, now + lease + 60, execution)
+  end
   redis.call('PEXPIRE', executions, math.ceil(lease * 1000) + 60000)
   redis.call('SADD', our_executions, member)
   redis.call('PEXPIRE', our_executions, math.ceil(lease * 1000) + 60000)
@@ -74,14 +91,8 @@ local function lease_out(q, id, job, intermediate, started)
   local batch, index = string.match(id, '^(.+)%-(%d+)$')
   local ended, starts = 0, 1
   if batch and #index < 10 then
-    for _, mark in ipairs({done, failed, cancelled}) do
-      ended = ended + redis.call('GETBIT', string.format(mark, batch), index)
-    end
-    local counted = string.format(starts_key, batch)
-    starts = tonumber(redis.call('HGET', counted, index) or 0) + 1
-    if starts <= counted_here then redis.call('HINCRBY', counted, index, 1) end
-    local known = string.format(batch_key, batch)
-    if redis.call('HEXISTS', known, 'spec') == 1 then redis.call('HSETNX', known, 'started_at', now) end
+    local sound, marks, count = pcall(counted, batch, index)
+    if sound then ended, starts = marks, count else starts = 0 end
   end
   taken[#taken + 1] = {q, id, execution, hash, ended, starts}
   redis.call('LREM', intermediate, -1, id)
@@ -163,7 +174,7 @@ local waiting, intermediate, started, scheduled, seen = KEYS[1], KEYS[2], KEYS[3
 local lease, limit = tonumber(ARGV[1]), tonumber(ARGV[2])
 
 local function leased(id)
-  for _, execution in ipairs(redis.call('ZRANGE', string.format(ARGV[5], id), 0, -1)) do
+  for _, execution in ipairs(redis.pcall('ZRANGE', string.format(ARGV[5], id), 0, -1)) do  -- of another type: none
     if redis.call('ZSCORE', started, id .. ':' .. execution) then return true end
   end
   return false

@@ -46,9 +46,11 @@ class Tokenizer:
         kind = getattr(transformers, class_name or "AutoTokenizer")
         try:  # unless told not to, transformers asks at the terminal whether to run the checkpoint's code
             self._tokenizer: Any = kind.from_pretrained(folder, trust_remote_code=False)
-        except (OSError, ValueError) as error:
-            raise ModelLoadError(f"{folder}: no usable tokenizer: {' '.join(str(error).split())}{hint}") from None
-        if not self._tokenizer("a", add_special_tokens=False)["input_ids"]:  # what a named class makes of no files
+            known = self._tokenizer("a", add_special_tokens=False)["input_ids"]
+        except Exception as error:  # noqa: BLE001 - of two libraries, one of which raises no other kind itself
+            what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise ModelLoadError(f"{folder}: no usable tokenizer: {what}{hint}") from None
+        if not known:  # what a named class makes of no files
             raise ModelLoadError(f"{folder}: no usable tokenizer: its files are missing{hint}")
         if len(self._tokenizer) > vocab_size:
             raise ModelLoadError(
@@ -128,4 +130,7 @@ class Tokenizer:
             )
         except TemplateError as error:  # templates refuse what they cannot write: a second system turn, say
             raise BadPrompt("bad_row", f"the model's chat template refuses the messages: {error}") from None
+        except Exception as error:  # noqa: BLE001 - a template is a program, and fails as programs do
+            what = f"{type(error).__name__}: {error}"
+            raise BadPrompt("bad_row", f"the model's chat template fails on the messages: {what}") from None
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])

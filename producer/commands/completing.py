@@ -11,7 +11,7 @@ from contract import server
 from contract.jobs import REMEDIES
 from contract.ledger import Ledger
 from contract.settings import ProducerSettings, read
-from producer import display
+from contract.terminal import safe
 
 SHOWN = 100
 
@@ -26,7 +26,7 @@ def batches(context: typer.Context, incomplete: str) -> Iterator[tuple[str, str]
                 total = "?" if batch.counts.total is None else batch.counts.total
                 yield (
                     batch.spec.batch,
-                    f"{display.safe(batch.spec.source)}, {batch.state}, {batch.counts.ended} of {total}",
+                    f"{safe(batch.spec.source)}, {batch.state}, {batch.counts.ended} of {total}",
                 )
 
 

@@ -18,6 +18,7 @@ from contract.errors import UsageError
 from contract.flags import RedisUrl, Root
 from contract.jobs import ErrorRow
 from contract.ledger import Batch, BatchState, Mark
+from contract.terminal import safe
 from producer import display, report
 from producer.commands import completing
 from producer.commands.options import BatchId, Codes, Debug, Json, MaybeBatch, error_codes
@@ -181,4 +182,4 @@ def _obeyed_by_nobody(row: bytes) -> bytes:
     """JSON escapes most control characters, but not all that a terminal obeys."""
     if not sys.stdout.isatty():
         return row
-    return display.safe(row.decode("utf-8", "replace").rstrip("\n")).encode() + b"\n"
+    return safe(row.decode("utf-8", "replace").rstrip("\n")).encode() + b"\n"

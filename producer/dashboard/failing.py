@@ -9,7 +9,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from contract import queues
 from contract.jobs import LANES, REMEDIES, ErrorCode, Message, PromptJob
@@ -28,7 +28,7 @@ UNREADABLE = "unreadable"
 
 @dataclass(frozen=True)
 class Failing:
-    """A failed row. `id` is None where only its index is known: then it cannot be queued again."""
+    """A failed row. `id` is None where there is no prompt of it: then it cannot be queued again."""
 
     batch: str
     index: int
@@ -72,7 +72,8 @@ def of_batch(batch: Batch, after: int, ledger: Ledger) -> Found:
         if len(indices) > PAGE:
             break
     shown = indices[:PAGE]
-    return Found(_rows(batch.spec.batch, shown, ledger), shown[-1] if len(indices) > PAGE else None)
+    rows = _with_prompts(_rows(batch.spec.batch, shown, ledger), ledger)
+    return Found(rows, shown[-1] if len(indices) > PAGE else None)
 
 
 def newest(models: Sequence[str], code: str | None, ledger: Ledger) -> Newest:
@@ -80,10 +81,11 @@ def newest(models: Sequence[str], code: str | None, ledger: Ledger) -> Newest:
     redis = ledger.redis
     targets = [queues.queue(redis, model, lane) for model in models for lane in LANES]
     ids, total = queues.newest_failed(redis, targets, SCANNED)
-    found = [_failing(one) for one in queues.failures(redis, ids)]
-    rows = [one for one in found if code is None or one.code == code]
-    causes = Counter(one.code for one in found).most_common()
-    return Newest(rows[:PAGE], causes, len(ids), total)
+    known = queues.failures(redis, ids)
+    rows = [_failing(job_id, known[job_id]) for job_id in ids if job_id in known]
+    causes = Counter(one.code for one in rows).most_common()
+    wanted = [one for one in rows if code is None or one.code == code]
+    return Newest(_with_prompts(wanted[:PAGE], ledger), causes, len(ids), total)
 
 
 def causes(batch: Batch, ledger: Ledger, folders: Folders) -> tuple[list[tuple[str, int]], int | None]:
@@ -100,7 +102,7 @@ def causes(batch: Batch, ledger: Ledger, folders: Folders) -> tuple[list[tuple[s
 
 def of_row(batch: Batch, index: int, ledger: Ledger) -> Failing | None:
     """A failed row; None where there is no job of it."""
-    (row,) = _rows(batch.spec.batch, [index], ledger)
+    (row,) = _with_prompts(_rows(batch.spec.batch, [index], ledger), ledger)
     return row if row.id is not None else None
 
 
@@ -133,18 +135,29 @@ def _summed_up(batch: Batch, folders: Folders) -> list[tuple[str, int]]:
 
 
 def _rows(batch: str, indices: Sequence[int], ledger: Ledger) -> list[Failing]:
-    known = {one.job_id: one for one in queues.failures(ledger.redis, [f"{batch}-{index}" for index in indices])}
+    """Without their prompts."""
+    ids = [f"{batch}-{index}" for index in indices]
+    known = queues.failures(ledger.redis, ids)
     lost = "there is no job for it: it could not be read from its source, or was lost"
     return [
-        _failing(known[job_id]) if (job_id := f"{batch}-{index}") in known else Failing(batch, index, UNREADABLE, lost)
-        for index in indices
+        _failing(job_id, known[job_id]) if job_id in known else Failing(batch, index, UNREADABLE, lost)
+        for job_id, index in zip(ids, indices, strict=True)
     ]
 
 
-def _failing(one: queues.Failure) -> Failing:
-    batch, _, index = one.job_id.rpartition("-")
-    code, _, message = one.reason.partition(": ")
+def _failing(job_id: str, why: queues.Failure) -> Failing:
+    batch, _, index = job_id.rpartition("-")
+    code, _, message = why.reason.partition(": ")
     number = int(index) if index.isascii() and index.isdecimal() else 0
-    if one.prompt is None:
-        return Failing(batch, number, code or UNREADABLE, message, ended_at=one.ended_at)
-    return Failing(batch, number, code or UNREADABLE, message, one.prompt.id, excerpt(one.prompt), one.ended_at)
+    return Failing(batch, number, code or UNREADABLE, message, ended_at=why.ended_at)
+
+
+def _with_prompts(rows: Sequence[Failing], ledger: Ledger) -> list[Failing]:
+    jobs: dict[tuple[str, int], PromptJob] = {}
+    for batch in {row.batch for row in rows}:
+        found = queues.prompts(ledger.redis, batch, [row.index for row in rows if row.batch == batch])
+        jobs |= {(batch, job.index): job for job in found if job}
+    return [
+        replace(row, id=job.id, prompt=excerpt(job)) if (job := jobs.get((row.batch, row.index))) else row
+        for row in rows
+    ]

@@ -563,7 +563,7 @@ def test_what_a_terminal_would_obey_is_spelled_out(run: Run, tmp_path: Path) -> 
     (tmp_path / "evil.jsonl").write_text('{"id": "\\u001b[31mred", "prompt": "\\u001b]0;title\\u0007", "top_k": -1}\n')
     shown = run("failed", submitted(run, tmp_path / "evil.jsonl")).stdout
     assert "\x1b" not in shown
-    assert r"\x1b[31mred" in shown
+    assert r"\u001b[31mred" in shown
 
 
 def test_failed_without_a_batch_lists_those_of_all_the_newest_first_and_no_more_than_asked_for(

@@ -224,14 +224,14 @@ def test_a_set_that_is_none_is_refused(bench: Callable[..., dict[str, Any]], tmp
 def test_a_missing_base_says_which_folder(bench: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     lonely = llama_block(tmp_path / "lonely")
     config = WorkerSettings(root=tmp_path, model=str(lonely), dtype="float32", threads=1)
-    task = Task(str(ROOT / "benchmarks" / "prompts" / "short.jsonl"), 2, "ar", 1)
+    task = Task(str(prompts.SHIPPED / "short.jsonl"), 2, "ar", 1)
     with pytest.raises(UsageError, match="lonely-base is not there"):
         measure(config, task, lambda line: None, Console(quiet=True))
 
 
 def test_models_without_masks_are_not_measured(tmp_path: Path) -> None:
     config = WorkerSettings(root=tmp_path, model=str(diffusion_gemma(tmp_path / "m")), dtype="float32", threads=1)
-    task = Task(str(ROOT / "benchmarks" / "prompts" / "short.jsonl"), 2)
+    task = Task(str(prompts.SHIPPED / "short.jsonl"), 2)
     with pytest.raises(UsageError, match="not family 'diffusion_gemma'"):
         measure(config, task, lambda line: None, Console(quiet=True))
 

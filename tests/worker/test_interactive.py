@@ -20,17 +20,19 @@ from redis.exceptions import RedisError
 from redis.retry import Retry
 
 from contract import interactive, queues
+from contract.auditing import Auditor
 from contract.interactive import Reply, ask, capacity, is_interactive, new_request, replies, stream_of, withdraw
 from contract.jobs import PromptJob
-from contract.ledger import Ledger
+from contract.ledger import Cursor, Ledger
 from contract.names import Connection, Names
 from contract.paths import Folders
-from contract.queues import connect
+from contract.queues import connect, enqueuing
 from contract.sampling import SamplingParams
 from contract.settings import WorkerSettings
+from producer import report
 from tests.canvas_checkpoint import diffusion_gemma
 from tests.checkpoints import llada, llama_block, sdar, wedlm
-from tests.conftest import waiting_ids
+from tests.conftest import batch_spec, prompt_job, waiting_ids
 from tests.worker.test_intake_outage import OwnServer, answers
 from tests.worker.test_loop import Faulty
 from worker.engine import Engine
@@ -242,13 +244,19 @@ def test_what_is_streamed_is_the_output(
 
 
 def test_a_stop_text_ends_the_answer_of_requests_and_of_batch_rows(
-    redis: Redis, folders: Folders, model: Model, asked: Callable[..., str], at_work: Callable[..., Any]
+    redis: Redis, ledger: Ledger, folders: Folders, asked: Callable[..., str], at_work: Callable[..., Any]
 ) -> None:
     params = SamplingParams(max_new_tokens=60, seed=3, temperature=1.0)
+    ledger.create(batch_spec(model="tiny"))
     with at_work() as loop:
         whole = run(loop, redis, asked(params=params))[-1].data
         stop = whole["output"][9:11]
-        ended = run(loop, redis, asked(params=params.model_copy(update={"stop": (stop,)}), stream=True))
+        stopped = params.model_copy(update={"stop": (stop,)})
+        ended = run(loop, redis, asked(params=stopped, stream=True))
+        row = enqueuing(queues.queue(redis, "tiny", "normal"), [prompt_job("b", 0, prompt="why?", params=stopped)])
+        assert ledger.advance("b", Cursor(), Cursor(offset=1, line=2, index=1), [], row, last=True)
+        while ledger.open_batches():
+            turn(loop)
     answer = ended[-1].data
     assert answer["output"] == whole["output"][: whole["output"].index(stop)]
     assert answer["finish_reason"] == "stop"
@@ -257,6 +265,9 @@ def test_a_stop_text_ends_the_answer_of_requests_and_of_batch_rows(
     assert answer["denoise"]["forwards"] < whole["denoise"]["forwards"]
     shown = "".join(reply.data["text"] for reply in ended if reply.kind == "block")
     assert answer["output"].startswith(shown)
+    published = json.loads((folders.outputs / "b.jsonl").read_text())
+    for name in ("output", "finish_reason", "usage", "denoise", "params"):
+        assert published[name] == answer[name]
 
 
 def test_what_is_withdrawn_leaves_the_queue_and_the_engine(
@@ -377,6 +388,22 @@ def test_the_youngest_row_of_a_batch_makes_way_where_memory_is_short(
         assert set(loop.running) == {"b-0", f"{request}-0"}
         assert waiting_ids(redis, "tiny")[0] == "b-1"
         assert redis.hkeys(NAMES.batch("b", "starts")) == [b"0"]
+
+
+def test_who_looks_after_batches_does_not_stumble_over_requests(
+    redis: Redis, ledger: Ledger, folders: Folders, settings: Callable[..., WorkerSettings], asked: Callable[..., str]
+) -> None:
+    request = asked(count=3)
+    with Intake(redis, ledger, settings()) as intake:
+        (row,) = intake.take(1)
+        assert Auditor(ledger, folders).look(thorough=True) == []
+        intake.reconciler.run()
+        assert waiting_ids(redis, "tiny", "interactive") == [f"{request}-1", f"{request}-2"]
+        shown = report.system(ledger, folders, "tiny")
+        assert next((one.priority, one.waiting) for one in shown.queues) == ("interactive", 2)
+        assert shown.batches == []
+        assert ledger.open_batches() == []
+        assert intake.held() == [row]
 
 
 def test_what_the_workers_can_do_is_known(

@@ -204,10 +204,10 @@ def test_a_row_is_in_the_intermediate_list_when_the_script_fails_halfway(
     redis: Redis, submit: Callable[..., str], intake: Intake, wait_until: Callable[..., None]
 ) -> None:
     submit(2, batch="a")
-    redis.set(ledger_starts("a"), "not a hash")
+    redis.set(f"rq:worker:{intake.name}:executions", "not a set")
     with pytest.raises(ResponseError):
         intake.take(1)
-    redis.delete(ledger_starts("a"))
+    redis.delete(f"rq:worker:{intake.name}:executions")
     places = [*waiting_ids(redis), *(one.decode() for one in redis.lrange(intermediate(redis), 0, -1))]
     assert Counter(places) == {"a-0": 1, "a-1": 1}
 

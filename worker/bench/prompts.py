@@ -1,4 +1,4 @@
-"""Prompt sets: a name under `benchmarks/prompts/`, or a file, to requests that the engine takes."""
+"""Prompt sets: a name under `sets/`, or a file, to requests that the engine takes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from contract.sampling import parse_params
 from worker.engine import Request
 from worker.model import Model
 
-SHIPPED = Path(__file__).parents[2] / "benchmarks" / "prompts"
+SHIPPED = Path(__file__).parent / "sets"
 GOLDEN = 0.6180339887498949
 T = TypeVar("T")
 

@@ -76,7 +76,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ModelLoadError(f"no model at {folder}: config.json is missing; name a checkpoint folder with --model")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelLoadError(f"{file} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise ModelLoadError(f"{file} is not a JSON object")

@@ -51,14 +51,17 @@ def open_weights(folder: Path, allow_pickles: bool, stack: ExitStack) -> dict[st
 
 
 def _listed(folder: Path, name: str) -> list[Path]:
-    """The shards that an index names; none when there is no index."""
+    """The shards that an index names, which lie beside it; none when there is no index."""
     index = folder / name
     if not index.is_file():
         return []
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ModelLoadError(f"{index} is not an index of shards: no readable 'weight_map'") from None
+    for shard in names:
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise ModelLoadError(f"{index} names {str(shard)[:80]!r}: shards must lie in the folder itself")
     missing = [shard for shard in names if not (folder / shard).is_file()]
     if missing:
         raise ModelLoadError(f"{folder}: {', '.join(missing)} missing")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from contract.errors import ModelLoadError, nearest
@@ -26,7 +28,7 @@ from worker.engine.models import (
     stable_diffcoder,
     wedlm,
 )
-from worker.engine.models.spec import Experts, ModelSpec
+from worker.engine.models.spec import DecoderConfig, Experts, ModelSpec
 
 DENSE = (
     llama_block,
@@ -52,10 +54,21 @@ FAMILIES = {
 CANVAS_FAMILIES = dict.fromkeys(diffusion_gemma.ARCHITECTURES, diffusion_gemma)
 """Families that denoise random tokens: they have no mask and an engine of their own (`worker/engine/canvas/`)."""
 
+MOST_LAYERS = 1_000
+MOST_MATRICES = 100_000
+"""Of layers times experts. Both bounds are far beyond any model: what is listed for a larger one would fill memory."""
+LONGEST_CONTEXT = 1 << 22
+"""Positions for which tables of angles are made when a model is loaded."""
+LARGEST_SIZE = 1 << 31
+LARGEST_REAL = 1e18
+_LAYERS = ("num_hidden_layers", "n_layers", "n_blocks")
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "heads", "kv_heads", "head_dim")
+
 
 def architecture_of(config: dict[str, Any]) -> str:
     """The family's key. Raises ModelLoadError for an unknown one, with the nearest known name."""
-    architecture = next(iter(config.get("architectures") or []), None)
+    named = config.get("architectures")
+    architecture = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else None
     known = FAMILIES | CANVAS_FAMILIES
     if architecture not in known:
         raise ModelLoadError(
@@ -71,29 +84,41 @@ def model_spec(config: dict[str, Any]) -> ModelSpec:
     Raises ModelLoadError for an unknown family, or a field that is missing or impossible.
     """
     architecture = architecture_of(config)
-    spec: ModelSpec = _spec(FAMILIES[architecture], architecture, config)
-    _check(spec)
+    with _understood(architecture):
+        _check_layers(config)
+        spec: ModelSpec = FAMILIES[architecture].spec(config)
+        _check(spec)
     return spec
 
 
 def canvas_spec(config: dict[str, Any]) -> CanvasSpec:
     """The same of a family that denoises random tokens."""
     architecture = architecture_of(config)
-    spec: CanvasSpec = _spec(CANVAS_FAMILIES[architecture], architecture, config)
-    _check_ids(spec.decoder.vocab_size, *(("eos_token_id", stop) for stop in spec.stop_ids))
+    with _understood(architecture):
+        spec: CanvasSpec = CANVAS_FAMILIES[architecture].spec(config)
+        _check_layers(dict(spec.text))
+        _check_number("vocab_size", spec.decoder.vocab_size, LARGEST_SIZE)
+        _check_number("max_positions", spec.decoder.max_positions, LONGEST_CONTEXT)
+        _check_ids(spec.decoder.vocab_size, *(("eos_token_id", stop) for stop in spec.stop_ids))
     return spec
 
 
-def _spec(family: Any, architecture: str, config: dict[str, Any]) -> Any:
+@contextlib.contextmanager
+def _understood(architecture: str) -> Iterator[None]:
+    """Families take fields as they are published; what anything else leads to is a complaint about the file."""
     try:
-        return family.spec(config)
+        yield
     except KeyError as field:
         raise ModelLoadError(f"config.json of family '{architecture}' lacks the field {field}") from None
+    except (TypeError, ValueError, ArithmeticError, AttributeError, IndexError) as error:
+        what = f"{type(error).__name__}: {str(error)[:200]}"
+        raise ModelLoadError(f"config.json of family '{architecture}' has a value that cannot be ({what})") from None
 
 
 def _check(spec: ModelSpec) -> None:
     """Refuse what would fail, or never end, only once prompts run."""
     shape = spec.decoder
+    _check_shape(shape)
     stops = (("eos_token_id", stop) for stop in spec.stop_ids)
     _check_ids(shape.vocab_size, ("mask_token_id", spec.mask_id), *stops)
     if spec.mask_id in spec.stop_ids:
@@ -102,6 +127,36 @@ def _check(spec: ModelSpec) -> None:
         raise ModelLoadError(f"config.json: {shape.heads} heads cannot share {shape.kv_heads} key and value heads")
     if shape.experts is not None:
         _check_choice(shape.experts)
+
+
+def _check_layers(config: dict[str, Any]) -> None:
+    """Before a family counts through them."""
+    for name in _LAYERS:
+        if config.get(name) is not None:
+            _check_number(name, config[name], MOST_LAYERS)
+
+
+def _check_shape(shape: DecoderConfig) -> None:
+    for name in _SIZES:
+        _check_number(name, getattr(shape, name), LARGEST_SIZE)
+    _check_number("the number of layers", shape.layers, MOST_LAYERS)
+    _check_number("max_positions", shape.max_positions, LONGEST_CONTEXT)
+    if shape.rotary_dim is not None:
+        _check_number("rotary_dim", shape.rotary_dim, shape.head_dim)
+    for name in ("norm_eps", "rope_theta"):  # 0: there is none
+        if not 0 <= getattr(shape, name) < LARGEST_REAL:
+            raise ModelLoadError(f"config.json: {name} cannot be {getattr(shape, name)!r}")
+    if shape.experts is not None:
+        _check_number("the number of experts", shape.experts.number, MOST_MATRICES // shape.layers)
+        if type(shape.experts.dense_layers) is not int:
+            raise ModelLoadError(
+                f"config.json: {str(shape.experts.dense_layers)[:40]} layers cannot be without experts"
+            )
+
+
+def _check_number(name: str, value: Any, most: int) -> None:
+    if type(value) is not int or not 1 <= value <= most:
+        raise ModelLoadError(f"config.json: {name} cannot be {str(value)[:40]}: whole numbers from 1 to {most:,} can")
 
 
 def _check_choice(experts: Experts) -> None:
