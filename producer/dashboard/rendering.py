@@ -12,7 +12,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from starlette.responses import HTMLResponse
 
-from producer.display import duration, moment, safe
+from contract.terminal import safe
+from producer.display import duration, moment
 
 
 def page(name: str, status: int = 200, **values: Any) -> HTMLResponse:
