@@ -91,6 +91,7 @@ def test_every_module_is_in_the_readmes_tree_and_every_link_leads_somewhere() ->
         "producer",
         "producer/gateway",
         "producer/commands",
+        "producer/dashboard",
         "worker",
         "worker/engine",
         "worker/engine/canvas",

@@ -18,7 +18,7 @@ from producer.dashboard.caching import Cached
 from producer.dashboard.retrying import Retrying
 from producer.review import Review
 
-HOUR_S = 3600.0
+HOUR_S = 3600
 REVIEW_S = 10.0
 STAND_S = 1.0
 PATIENCE_S = 2.0
@@ -68,7 +68,8 @@ class Dashboard:
         return found
 
     def _review(self) -> Review:
-        return review.review(self.settings.folders.logs, time.time() - HOUR_S)
+        now = int(time.time()) + 1  # whole, so that an hour is sixty minutes and nothing more
+        return review.review(self.settings.folders.logs, now - HOUR_S, now)
 
     def _stand(self) -> Standing:
         workers = report.workers(self.ledger)
