@@ -78,7 +78,8 @@ class BatchSpec(BaseModel):
     `source` is the file's name as the user knows it; `output` the stem of the published files, owned by this batch
     alone; `output_format` the form they have beside JSON lines; `params` what rows get that do not say otherwise;
     `hours` when it may run, None for always; `content` is one for all batches that would give the same outputs, None
-    for those whose like is not looked for.
+    for those whose like is not looked for. `outputs_url` is where its rows and published files lie, None for
+    `batch_outputs/`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -96,6 +97,7 @@ class BatchSpec(BaseModel):
     output_format: OutputFormat = "jsonl"
     prices: Prices | None = None
     content: str | None = None
+    outputs_url: str | None = None
 
 
 class Cursor(BaseModel):

@@ -118,6 +118,7 @@ class Claims:
             "output": claimed.reserve_output(stem, batch, self.ledger, self.folders),
             "created_at": time.time(),
             "hours": None,
+            "outputs_url": self.settings.outputs_url,
         }
         return self._keep(self._copy(file, spec.model_copy(update=changes)))
 
@@ -194,6 +195,7 @@ class Claims:
             hours=Hours.of(self.settings.not_before, self.settings.window, now),
             output_format=self.settings.output_format,
             prices=_prices(self.settings),
+            outputs_url=self.settings.outputs_url,
         )
 
     def _read_manifest(self, folder: Path) -> BatchSpec | None:

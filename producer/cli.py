@@ -234,7 +234,7 @@ def init(
             display.answer(json.dumps({"written": [str(file) for file, new in written.items() if new]}, indent=2))
             return
         for file, new in written.items():
-            display.answer(f"{_near(file)}  {'written' if new else 'is there already: --force writes over it'}")
+            display.answer(f"{_near(str(file))}  {'written' if new else 'is there already: --force writes over it'}")
 
 
 @app.command()
@@ -711,7 +711,7 @@ def _answer_results(
     found: Batch, marks: dict[Mark, bytes], rows: Iterator[bytes], output_file: Path | None, session: Session
 ) -> None:
     """One JSON document, written as its rows come; without them where they go to a file."""
-    counts, files = found.counts, [str(file) for file in report.published(found, session.folders)]
+    counts, files = found.counts, report.published(found, session.folders)
     head = {"batch": found.spec.batch, "state": found.state, "files": files, **counts.model_dump()}
     left = counts.submitted - sum(byte.bit_count() for bits in marks.values() for byte in bits)
     display.answer(json.dumps(head)[:-1] + f', "missing": {{"rows": {left}, "ranges": [')
@@ -781,11 +781,11 @@ def _codes(given: list[str] | None) -> set[ErrorCode] | None:
     return {ErrorCode(code) for code in given} if given else None
 
 
-def _near(file: Path) -> str:
+def _near(file: str) -> str:
     """`file` as a person in this folder would write it."""
     with contextlib.suppress(ValueError):
-        return str(file.relative_to(Path.cwd()))
-    return str(file)
+        return str(Path(file).relative_to(Path.cwd()))
+    return file
 
 
 @contextlib.contextmanager

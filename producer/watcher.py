@@ -120,7 +120,7 @@ class Watcher:
             self._notices.clear(str(file))
         except OSError as error:
             self._notices.warn(
-                str(file), f"cannot be claimed: {error.strerror}; tried again on each scan", file=file.name
+                str(file), f"cannot be claimed: {error.strerror or error}; tried again on each scan", file=file.name
             )
 
     def _line_up(self, pending: Sequence[BatchSpec]) -> None:

@@ -109,7 +109,7 @@ def _denoise(
     from worker.intake import Intake, worker_name
     from worker.loop import Loop
     from worker.model import open_model
-    from worker.outputs import Outputs
+    from worker.outputs import opened as outputs_of
     from worker.supervisor import report
     from worker.throughput import TokenRate
     from worker.watchdog import Watchdog
@@ -129,7 +129,7 @@ def _denoise(
 
     with (
         Intake(redis, ledger, config, vitals, restarts.predecessor) as intake,
-        Outputs(config.folders, ledger, intake.name) as outputs,
+        outputs_of(config.folders, ledger, intake.name) as outputs,
         Watchdog(progress, config.step_timeout_s, intake.evidence.ended, restarts.again, log),
     ):
         loop = Loop(intake, opened, outputs, config.grace_s, log, config.log_prompts, progress)

@@ -27,6 +27,7 @@ from worker.throughput import MicroBatch
 
 IDLE_WAIT_S = 0.5
 DISK_WAIT_S = 0.5
+FLUSH_WAIT_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Running:
 
 @dataclass(frozen=True)
 class Ended:
-    """A prompt whose row is known but not on the disk yet; `error` for those that have no answer."""
+    """A prompt whose row is known but not durable yet; `error` for those that have no answer."""
 
     taken: Taken | Rejected
     row: Row
@@ -83,14 +84,14 @@ class Loop:
 
     def idle(self) -> bool:
         """Is nothing here that has not ended and been settled?"""
-        return not (self.running or self.apart or self.unwritten)
+        return not (self.running or self.apart or self.unwritten or self.outputs.pending)
 
     # One turn
 
     def take(self) -> None:
-        """Fill the engine's room. A disk that takes no rows ends the taking, until it does again."""
+        """Fill the engine's room. A disk or store that takes no rows ends the taking, until it does again."""
         self._drop_lost()
-        if self.unwritten:
+        if self.unwritten or self.outputs.full:
             if not self.running:
                 self._stop.wait(DISK_WAIT_S)
         elif self.apart:
@@ -123,14 +124,15 @@ class Loop:
 
     def settle(self) -> None:
         """Write the rows that ended, end their jobs, publish the batches that are complete."""
-        if not self.unwritten:
+        if not (self.unwritten or self.outputs.pending):
             return
         try:
-            self.outputs.write([(ended.taken.batch, ended.row) for ended in self.unwritten])
+            durable = self.outputs.write([(ended.taken.batch, ended.row, ended) for ended in self.unwritten])
         except OSError as error:
             self.log.error("outputs cannot be written; no more prompts are taken until they can", reason=str(error))
             return
-        settled, self.unwritten = self.unwritten, []
+        self.unwritten = []
+        settled = [ended for *_, ended in durable]
         answered = [ended.taken for ended in settled if isinstance(ended.taken, Taken) and not ended.error]
         tokens = dict(_tokens(settled))
         self.progress.finished += self.intake.finish(answered, tokens)
@@ -147,6 +149,7 @@ class Loop:
             self.step()
             self.settle()
         self.settle()
+        self._flush(deadline)
         left = [running.taken for running in self.running.values()] + [row for group in self.apart for row in group]
         for job_id in self.running:
             self.model.engine.remove(job_id)
@@ -234,8 +237,16 @@ class Loop:
     def _spare(self) -> None:
         """This process has lost its device. Rows that ended, or were not in the step, must not be charged with it."""
         self.settle()
-        self.intake.give_back([row for group in self.apart for row in group])
+        self._flush(time.monotonic() + self.grace_s)
+        on_their_way = [ended.taken for *_, ended in self.outputs.left()]
+        self.intake.give_back(on_their_way + [row for group in self.apart for row in group])
         self.apart.clear()
+
+    def _flush(self, deadline: float) -> None:
+        """Wait for what the store has not taken and published yet."""
+        while self.outputs.pending and time.monotonic() < deadline and not self._stop_now.is_set():
+            self.outputs.wait(FLUSH_WAIT_S)
+            self.settle()
 
     def _drop_lost(self) -> None:
         """Rows that somebody else has by now would only be dropped at the end."""
