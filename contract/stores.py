@@ -77,6 +77,9 @@ class Store(Protocol):
     def shown(self, name: str) -> str:
         """Where a person finds it."""
 
+    def check(self) -> None:
+        """Raises StoreError when outputs cannot be written there."""
+
 
 def of(folders: Folders, spec: BatchSpec | None = None) -> Store:
     """The store for outputs. Raises StoreError when `spec` tells that its batch has its rows elsewhere."""
@@ -139,3 +142,7 @@ class Disk:
 
     def shown(self, name: str) -> str:
         return str(self._folders.outputs / name)
+
+    def check(self) -> None:
+        if not os.access(self._folders.segments, os.W_OK | os.X_OK):
+            raise StoreError(f"{self._folders.segments} cannot be written: change its owner or choose another --root")

@@ -109,9 +109,9 @@ def _denoise(
     from worker.intake import Intake, worker_name
     from worker.loop import Loop
     from worker.model import open_model
-    from worker.outputs import opened as outputs_of
     from worker.supervisor import report
     from worker.throughput import TokenRate
+    from worker.uploads import opened as outputs_of
     from worker.watchdog import Watchdog
 
     log = logs.get(worker=worker_name(config))

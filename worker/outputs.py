@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from redis.exceptions import RedisError
 
@@ -17,27 +17,13 @@ from contract import logs, sealing, stores
 from contract.errors import DllmError, StoreError
 from contract.jobs import Row
 from contract.ledger import Ledger
-from contract.objects import ObjectStore
 from contract.paths import Folders
 from contract.segments import SegmentWriter
-
-if TYPE_CHECKING:
-    from worker.uploads import Uploads
 
 OPEN_BATCHES = 32
 CHECKED_BATCHES = 10_000
 
 R = TypeVar("R", bound=tuple[Any, ...])
-
-
-def opened(folders: Folders, ledger: Ledger, worker_name: str) -> Outputs | Uploads:
-    """The way out for one worker's rows: chosen once, by where outputs go."""
-    store = stores.of(folders)
-    if not isinstance(store, ObjectStore):
-        return Outputs(folders, ledger, worker_name)
-    from worker.uploads import Uploads
-
-    return Uploads(store, folders, ledger, worker_name)
 
 
 def seal(batch: str, ledger: Ledger, folders: Folders) -> bool:

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar
 
-from contract import logs, segments
+from contract import logs, segments, stores
 from contract.ledger import Ledger
 from contract.objects import ObjectStore, segment_name
 from contract.paths import Folders
-from worker.outputs import Places, seal
+from worker.outputs import Outputs, Places, seal
 
 LOAD_ROWS = 64
 LOAD_BYTES = 8 << 20
@@ -37,6 +37,14 @@ LONGEST_PAUSE_S = 30.0
 CLOSE_S = 1.0
 
 R = TypeVar("R", bound=tuple[Any, ...])
+
+
+def opened(folders: Folders, ledger: Ledger, worker_name: str) -> Outputs | Uploads:
+    """The way out for one worker's rows: chosen once, by where outputs go."""
+    store = stores.of(folders)
+    if isinstance(store, ObjectStore):
+        return Uploads(store, folders, ledger, worker_name)
+    return Outputs(folders, ledger, worker_name)
 
 
 @dataclass
