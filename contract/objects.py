@@ -112,10 +112,7 @@ class ObjectStore:
         self._mark(batch)  # again: a put that took very long may have met the end of its batch
 
     def _mark(self, batch: str) -> None:
-        folder = self._folders.segments / batch
-        if not folder.is_dir():
-            folder.mkdir(parents=True, exist_ok=True)
-            paths.fsync_folder(folder.parent)
+        paths.make(self._folders.segments / batch)
 
     @contextlib.contextmanager
     def workplace(self, batch: str) -> Iterator[Path]:
@@ -312,9 +309,7 @@ class _Reading(io.RawIOBase):
 @contextlib.contextmanager
 def _new(path: str) -> Iterator[Path]:
     target = Path(path)
-    if not target.parent.is_dir():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        paths.fsync_folder(target.parent.parent)
+    paths.make(target.parent)
     part = target.with_name(f".{uuid4().hex}.part")
     try:
         yield part

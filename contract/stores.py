@@ -117,7 +117,9 @@ class Disk:
         return segments.files(workplace)
 
     def publish(self, part: Path, name: str, keep: Callable[[], None] = nothing) -> None:
-        paths.publish(part, self._folders.outputs / name)
+        target = self._folders.outputs / name
+        paths.make(target.parent)
+        paths.publish(part, target)
 
     def open(self, name: str) -> BinaryIO:
         return (self._folders.outputs / name).open("rb")
