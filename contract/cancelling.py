@@ -42,12 +42,14 @@ def cancel(batch: str, ledger: Ledger, folders: Folders) -> Cancelled:
 
     Does nothing to a batch that has ended or is unknown.
     """
-    if not ledger.stop(batch):
+    known = ledger.get(batch)
+    store = stores.of(folders, known.spec) if known else None
+    if store is None or not ledger.stop(batch):
         return Cancelled()
     record = ledger.get(batch)
     assert record is not None
     count = 0
-    with stores.of(folders, record.spec).segment(batch, _writer()) as segment:
+    with store.segment(batch, _writer()) as segment:
         for chunk in _chunks(_left(record, ledger)):
             count += _end(record, chunk, prompts(ledger.redis, batch, chunk), segment, ledger)
     if count:

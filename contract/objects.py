@@ -27,7 +27,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from pathlib import Path
 from threading import Thread
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 from urllib.parse import quote, urlsplit
 from uuid import uuid4
 
@@ -53,8 +53,11 @@ PACKAGES = {
 """Protocols whose objects appear whole, and the package that speaks each. `memory` is for tests within one process."""
 AT_A_TIME = 64
 """Segments fetched together, and joined into one local file."""
+DELETED_AT_A_TIME = 1_000
 KEEP_S = 1.0
 """While a transfer lasts, leases are looked after so often."""
+
+T = TypeVar("T")
 
 
 def checked(url: str) -> str:
@@ -107,8 +110,7 @@ class ObjectStore:
     def put_segment(self, batch: str, name: str, data: bytes) -> None:
         """Durable when it returns; to repeat it under the same name changes nothing."""
         self._mark(batch)
-        with self._trouble():
-            self._put_bytes(data, self._path(f".segments/{batch}/{name}"))
+        self._put_bytes(data, self._path(f".segments/{batch}/{name}"))
         self._mark(batch)  # again: a put that took very long may have met the end of its batch
 
     def _mark(self, batch: str) -> None:
@@ -123,16 +125,16 @@ class ObjectStore:
             yield Path(folder)
 
     def segments(self, batch: str, workplace: Path, keep: Callable[[], None] = nothing) -> list[Path]:
-        names = self._segment_paths(batch)
+        found = _meanwhile(lambda: self._segment_paths(batch), keep)
         return [
-            self._fetch(names[start : start + AT_A_TIME], workplace / f"{start:09}.jsonl", keep)
-            for start in range(0, len(names), AT_A_TIME)
+            self._fetch(found[start : start + AT_A_TIME], workplace / f"{start:09}.jsonl", keep)
+            for start in range(0, len(found), AT_A_TIME)
         ]
 
     def _fetch(self, found: Sequence[str], target: Path, keep: Callable[[], None]) -> Path:
         """Segments one after the other in one local file: a million objects need no million files."""
         pieces = [target.with_name(f"{target.name}.{number}") for number in range(len(found))]
-        self._transfer(keep, self._files.get, list(found), list(map(str, pieces)))
+        _meanwhile(lambda: self._get(found, pieces), keep)
         with target.open("wb") as joined:
             for piece in pieces:
                 with piece.open("rb") as stream:
@@ -141,17 +143,17 @@ class ObjectStore:
                 piece.unlink()
         return target
 
-    def clear(self, batch: str) -> None:
-        if found := self._segment_paths(batch):
+    def clear(self, batch: str, keep: Callable[[], None] = nothing) -> None:
+        found = _meanwhile(lambda: self._segment_paths(batch), keep)
+        for start in range(0, len(found), DELETED_AT_A_TIME):
+            keep()
             with self._trouble():
-                self._files.rm(found)
+                self._files.rm(found[start : start + DELETED_AT_A_TIME])
         shutil.rmtree(self._folders.segments / batch, ignore_errors=True)
 
     def put_aside(self, batch: str) -> str:
         for path in self._segment_paths(batch):
-            with self._trouble():
-                target = f".orphans/{batch}/{path.rpartition('/')[2]}"
-                self._copy(path, self._path(target))
+            self._copy(path, self._path(f".orphans/{batch}/{path.rpartition('/')[2]}"))
         self.clear(batch)
         return self.shown(f".orphans/{batch}")
 
@@ -170,7 +172,7 @@ class ObjectStore:
     # Published files
 
     def publish(self, part: Path, name: str, keep: Callable[[], None] = nothing) -> None:
-        self._transfer(keep, self._put_file, part, self._path(name))
+        _meanwhile(lambda: self._put_file(part, self._path(name)), keep)
 
     def open(self, name: str) -> BinaryIO:
         with self._trouble(FileNotFoundError):
@@ -209,21 +211,21 @@ class ObjectStore:
 
     # Transfers
 
-    def _transfer(self, keep: Callable[[], None], work: Callable[..., object], *args: object) -> None:
-        def attempt() -> None:
-            with self._trouble():
-                work(*args)
-
-        _meanwhile(attempt, keep)
+    def _get(self, found: Sequence[str], targets: Sequence[Path]) -> None:
+        with self._trouble():
+            self._files.get(list(found), [str(target) for target in targets])
 
     def _put_bytes(self, data: bytes, path: str) -> None:
-        self._files.pipe_file(path, data)
+        with self._trouble():
+            self._files.pipe_file(path, data)
 
     def _put_file(self, file: Path, path: str) -> None:
-        self._files.put_file(str(file), path)
+        with self._trouble():
+            self._files.put_file(str(file), path)
 
     def _copy(self, path: str, target: str) -> None:
-        self._files.cp_file(path, target)
+        with self._trouble():
+            self._files.cp_file(path, target)
 
     def _path(self, name: str) -> str:
         return f"{self._base}/{name}"
@@ -245,11 +247,11 @@ class FileStore(ObjectStore):
     """A folder as an object store: what a store promises of a put is done by a rename and fsync here."""
 
     def _put_bytes(self, data: bytes, path: str) -> None:
-        with _new(path) as part:
+        with self._trouble(), _new(path) as part:
             part.write_bytes(data)
 
     def _put_file(self, file: Path, path: str) -> None:
-        with _new(path) as part:
+        with self._trouble(), _new(path) as part:
             shutil.copyfile(file, part)
 
     def _copy(self, path: str, target: str) -> None:
@@ -318,21 +320,20 @@ def _new(path: str) -> Iterator[Path]:
         part.unlink(missing_ok=True)
 
 
-def _meanwhile(work: Callable[[], None], keep: Callable[[], None]) -> None:
+def _meanwhile(work: Callable[[], T], keep: Callable[[], None]) -> T:
     """Do `work` in a thread and call `keep` here until it has ended. When `keep` raises, `work` is left to itself."""
-    outcome: Future[None] = Future()
+    outcome: Future[T] = Future()
 
     def run() -> None:
         try:
-            work()
-            outcome.set_result(None)
+            outcome.set_result(work())
         except BaseException as error:  # noqa: BLE001 - it is raised where the result is asked for
             outcome.set_exception(error)
 
     Thread(target=run, name="transfer", daemon=True).start()
     while not wait([outcome], KEEP_S).done:
         keep()
-    outcome.result()
+    return outcome.result()
 
 
 def _sweep(folder: Path, start: str) -> None:

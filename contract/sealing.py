@@ -41,7 +41,8 @@ from contract.queues import enqueuing, failed_jobs, queue, requeuing
 from contract.stores import Store
 from contract.summary import Summary
 
-PUT_BACK = "00-published.jsonl"
+PUT_BACK = "00-published-{}.jsonl"
+"""Sorts before all others; its own each time, so that a late removal of older ones cannot mean it."""
 WAIT_S = 10.0
 SYNCED_S = 10.0
 """By then Redis has what it was told on its disk."""
@@ -321,7 +322,7 @@ def _clear(batch: str, ledger: Ledger, folders: Folders) -> None:
         current = ledger.get(batch) if lease else None
         if lease and current and current.state is BatchState.DONE:
             lease.hold()
-            stores.of(folders, current.spec).clear(batch)
+            stores.of(folders, current.spec).clear(batch, lease.hold)
 
 
 # Published files, read back
@@ -331,7 +332,7 @@ def _put_back(record: Batch, ledger: Ledger, folders: Folders, lease: _Lease) ->
     """Make a published batch's rows a segment again. It is older than what comes now, so new errors replace its own."""
     batch, store = record.spec.batch, stores.of(folders, record.spec)
     lease.hold()
-    store.clear(batch)
+    store.clear(batch, lease.hold)
     (folders.segments / batch).mkdir(parents=True)
     bitmaps = ledger.bitmaps(batch)
     with store.workplace(batch) as folder:
@@ -342,7 +343,7 @@ def _put_back(record: Batch, ledger: Ledger, folders: Folders, lease: _Lease) ->
                 for index, text in _published(name, bits, store):
                     lease.keep()
                     segment.write(b'{"index":%d,%s' % (index, text.lstrip()[1:]))
-        store.publish(part, f".segments/{batch}/{PUT_BACK}", lease.keep)
+        store.publish(part, f".segments/{batch}/{PUT_BACK.format(uuid4().hex)}", lease.keep)
     paths.fsync_folder(folders.segments)
 
 

@@ -68,7 +68,7 @@ class Store(Protocol):
     def delete(self, name: str) -> None:
         """Also when it is not there."""
 
-    def clear(self, batch: str) -> None:
+    def clear(self, batch: str, keep: Callable[[], None] = nothing) -> None:
         """Remove the batch's segments."""
 
     def put_aside(self, batch: str) -> str:
@@ -130,7 +130,7 @@ class Disk:
     def delete(self, name: str) -> None:
         (self._folders.outputs / name).unlink(missing_ok=True)
 
-    def clear(self, batch: str) -> None:
+    def clear(self, batch: str, keep: Callable[[], None] = nothing) -> None:
         shutil.rmtree(self._folders.segments / batch, ignore_errors=True)
 
     def put_aside(self, batch: str) -> str:

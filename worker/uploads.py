@@ -241,7 +241,10 @@ class Uploads:
 
     def _publish(self) -> None:
         while (batch := self._awaited(self._next_batch)) is not None:
-            seal(batch, self._ledger, self._folders)
+            try:
+                seal(batch, self._ledger, self._folders)
+            except Exception:  # noqa: BLE001 - the next batch is to be published all the same
+                self._log.exception("cannot publish the batch; will be tried again", batch=batch)
             with self._changed:
                 self._publishing = False
                 self._changed.notify_all()
