@@ -18,6 +18,7 @@ import contextlib
 import importlib.util
 import io
 import os
+import re
 import shutil
 import socket
 import tempfile
@@ -119,9 +120,9 @@ class ObjectStore:
     @contextlib.contextmanager
     def workplace(self, batch: str) -> Iterator[Path]:
         """Under TMPDIR, and removed afterwards; what a killed process of this machine left there is removed before."""
-        host = f"dllm-{quote(socket.gethostname(), safe='')}-"
-        _sweep(Path(tempfile.gettempdir()), host)
-        with tempfile.TemporaryDirectory(prefix=f"{host}{os.getpid()}-", ignore_cleanup_errors=True) as folder:
+        start = f"dllm-merge-{re.sub(r'[^A-Za-z0-9.]', '_', socket.gethostname())}-"
+        _sweep(Path(tempfile.gettempdir()), start)
+        with tempfile.TemporaryDirectory(prefix=f"{start}{os.getpid()}-", ignore_cleanup_errors=True) as folder:
             yield Path(folder)
 
     def segments(self, batch: str, workplace: Path, keep: Callable[[], None] = nothing) -> list[Path]:
