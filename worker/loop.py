@@ -24,6 +24,7 @@ from worker.outputs import Outputs
 from worker.progress import Progress
 from worker.restarts import poisons
 from worker.throughput import MicroBatch
+from worker.uploads import Uploads
 
 IDLE_WAIT_S = 0.5
 DISK_WAIT_S = 0.5
@@ -54,7 +55,7 @@ class Loop:
 
     intake: Intake
     model: Model
-    outputs: Outputs
+    outputs: Outputs | Uploads
     grace_s: float
     log: structlog.stdlib.BoundLogger
     log_prompts: bool = False

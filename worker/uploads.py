@@ -113,9 +113,10 @@ class Uploads:
 
     def sealed_if_complete(self, batches: Iterable[str]) -> list[str]:
         """Have those of `batches` published that are complete; not waited for, so it returns none."""
-        with self._changed:
-            self._complete.update(dict.fromkeys(batches))
-            self._changed.notify_all()
+        if asked := dict.fromkeys(batches):
+            with self._changed:
+                self._complete.update(asked)
+                self._changed.notify_all()
         return []
 
     @property
