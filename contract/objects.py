@@ -201,11 +201,11 @@ class ObjectStore:
 
     def check(self) -> None:
         """Put, list, read and delete an object. Raises StoreError where one of these is not allowed."""
-        batch, name = f".check-{uuid4().hex}", "x.jsonl"
         with self._trouble():
-            path = self._path(f".segments/{batch}/{name}")
+            name = f"{uuid4().hex}.jsonl"
+            path = self._path(f".segments/.check/{name}")
             self._put_bytes(b"{}\n", path)
-            if not self._segment_paths(batch):
+            if not any(found.endswith(f"/{name}") for found in self._segment_paths(".check")):
                 raise StoreError(f"{self._url}: an object that was put there is not listed")
             self._files.cat_file(path)
             self._files.rm_file(path)

@@ -333,7 +333,7 @@ def _put_back(record: Batch, ledger: Ledger, folders: Folders, lease: _Lease) ->
     batch, store = record.spec.batch, stores.of(folders, record.spec)
     lease.hold()
     store.clear(batch, lease.hold)
-    (folders.segments / batch).mkdir(parents=True)
+    (folders.segments / batch).mkdir(parents=True, exist_ok=True)
     bitmaps = ledger.bitmaps(batch)
     with store.workplace(batch) as folder:
         part = folder / f".put-back.{uuid4().hex}.part"
