@@ -12,7 +12,7 @@ import time
 import unicodedata
 from pathlib import Path
 
-from contract import logs
+from contract import logs, stores
 from contract.formats import OUTPUT_ENDS
 from contract.ledger import BatchSpec, Ledger
 from contract.paths import Folders, fsync_folder, publish
@@ -84,7 +84,7 @@ def idle_s(folder: Path) -> float:
 
 
 def _published(name: str, folders: Folders) -> bool:
-    return any(os.path.lexists(folders.outputs / f"{name}{end}") for end in OUTPUT_ENDS)
+    return bool(stores.of(folders).there(f"{name}{end}" for end in OUTPUT_ENDS))
 
 
 def _folded(name: str) -> str:

@@ -98,7 +98,8 @@ class BatchSpec(BaseModel):
     `batch_outputs/` in which they will lie, owned by this batch alone; `output_format` the form they have beside JSON
     lines; `params` what rows get that do not say otherwise; `hours` when it may run, None for always. `packed` says
     that the source is a `.gz`, `params_line` that its first line tells parameters and is no prompt. `content` is one
-    for all batches that would give the same outputs, None for those whose like is not looked for.
+    for all batches that would give the same outputs, None for those whose like is not looked for. `outputs_url` is
+    where its rows and published files lie, None for `batch_outputs/`.
 
     Manifests and records are read back from folders and servers that others may write to; what stands here becomes
     paths, so names that lead anywhere else are refused.
@@ -123,6 +124,7 @@ class BatchSpec(BaseModel):
     prices: Prices | None = None
     content: str | None = None
     served: Served | None = None
+    outputs_url: str | None = None
 
     @field_validator("source")
     @classmethod

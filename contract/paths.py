@@ -21,9 +21,13 @@ LONGEST_NAME = 255
 
 @dataclass(frozen=True)
 class Folders:
-    """Where everything lies, derived from the root."""
+    """Where everything lies, derived from the root; with `outputs_url` rows and published files go there instead.
+
+    Use `contract.stores` for whatever lies under `outputs`, `segments` and `orphans`.
+    """
 
     root: Path
+    outputs_url: str | None = None
 
     @property
     def inputs(self) -> Path:

@@ -18,7 +18,7 @@ import yaml
 from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
-from contract import hours, names
+from contract import hours, names, objects
 from contract.errors import BadPrompt, SettingsError, nearest
 from contract.jobs import OutputFormat
 from contract.paths import Folders
@@ -45,6 +45,11 @@ class Settings(BaseSettings):
     key_prefix: Annotated[str, Field(pattern=names.PATTERN)] = Field(
         names.DEFAULT, description="first word of our keys and queues: installations that differ in it share a server"
     )
+    outputs_url: str | None = Field(
+        None,
+        repr=False,
+        description="s3://BUCKET/PREFIX, gs://… and the like: an object store for outputs, in place of batch_outputs/",
+    )
     model: str = Field(
         "demo", description="a name under models/, the path of a checkpoint folder, or org/name on the hub"
     )
@@ -55,6 +60,11 @@ class Settings(BaseSettings):
         description="a published batch's rows stay in .segments/ for so long: as old as a backup of Redis may be",
     )
     log_max_mb: Count = Field(64, description="a log file is rotated at this size")
+
+    @field_validator("outputs_url")
+    @classmethod
+    def _store(cls, value: str | None) -> str | None:
+        return value if value is None else objects.checked(value)
 
     @classmethod
     def settings_customise_sources(
@@ -70,7 +80,7 @@ class Settings(BaseSettings):
 
     @property
     def folders(self) -> Folders:
-        return Folders(self.root.resolve())
+        return Folders(self.root.resolve(), self.outputs_url)
 
     @property
     def queue_model(self) -> str:
@@ -261,7 +271,7 @@ def read(kind: type[S], flags: dict[str, Any] | None = None) -> S:
         name = ".".join(str(part) for part in first["loc"])
         where = _place(str(first["loc"][0]), given, file if first["loc"][0] in from_file else None)
         message = first["msg"].removeprefix("Value error, ")
-        value = "…" if name == "redis_url" else repr(first["input"])
+        value = "…" if name in ("redis_url", "outputs_url") else repr(first["input"])
         raise SettingsError(f"{where}: {name} = {value}: {message}") from None
 
 

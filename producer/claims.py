@@ -149,6 +149,7 @@ class Claims:
             "output": claimed.reserve_output(output, batch, self.ledger, self.folders),
             "created_at": time.time(),
             "hours": None,
+            "outputs_url": self.settings.outputs_url,
         }
         return self._keep(self._copy(file, spec.model_copy(update=changes)))
 
@@ -345,6 +346,7 @@ def planned(
         hours=Hours.of(settings.not_before, settings.window, now),
         output_format=settings.output_format,
         prices=_prices(settings),
+        outputs_url=settings.outputs_url,
     )
 
 

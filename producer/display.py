@@ -296,8 +296,8 @@ def _bar(*columns: Any) -> Progress:
     return Progress(*spinner, *columns, console=console, transient=True, disable=not console.is_terminal)
 
 
-def near(file: Path) -> str:
-    """`file` as a person in this folder would write it."""
+def near(file: str) -> str:
+    """`file`, a path or an address, as a person in this folder would write it."""
     with contextlib.suppress(ValueError):
-        return str(file.relative_to(Path.cwd()))
-    return str(file)
+        return str(Path(file).relative_to(Path.cwd()))
+    return file

@@ -118,7 +118,7 @@ class Watcher:
             self._notices.warn(str(file), f"cannot be claimed: {error}; tried again on each scan", file=file.name)
         except OSError as error:
             self._notices.warn(
-                str(file), f"cannot be claimed: {error.strerror}; tried again on each scan", file=file.name
+                str(file), f"cannot be claimed: {error.strerror or error}; tried again on each scan", file=file.name
             )
 
     def _sleep(self) -> None:

@@ -114,9 +114,9 @@ def _denoise(
     from worker.intake import Intake, worker_name
     from worker.loop import Loop
     from worker.model import open_model
-    from worker.outputs import Outputs
     from worker.supervisor import report
     from worker.throughput import TokenRate
+    from worker.uploads import opened as outputs_of
     from worker.watchdog import Watchdog
 
     log = logs.get(worker=worker_name(config))
@@ -135,7 +135,7 @@ def _denoise(
 
     with (
         Intake(redis, ledger, config, vitals, restarts.predecessor) as intake,
-        Outputs(config.folders, ledger, intake.name) as outputs,
+        outputs_of(config.folders, ledger, intake.name) as outputs,
         Watchdog(progress, config.step_timeout_s, intake.evidence.ended, restarts.again, log),
     ):
         loop = Loop(intake, opened, outputs, config.grace_s, log, config.log_prompts, progress)

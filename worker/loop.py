@@ -28,9 +28,11 @@ from worker.restarts import poisons
 from worker.sinks import Ended, Files, Sink
 from worker.throughput import MicroBatch
 from worker.transcript import Answer, Transcript, answer
+from worker.uploads import Uploads
 
 IDLE_WAIT_S = 0.5
 DISK_WAIT_S = 0.5
+FLUSH_WAIT_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Loop:
 
     intake: Intake
     model: Model
-    outputs: Outputs
+    outputs: Outputs | Uploads
     grace_s: float
     log: structlog.stdlib.BoundLogger
     log_prompts: bool = False
@@ -90,14 +92,14 @@ class Loop:
 
     def idle(self) -> bool:
         """Is nothing here that has not ended and been settled?"""
-        return not (self.running or self.apart or self.unwritten)
+        return not (self.running or self.apart or self.unwritten or self.outputs.pending)
 
     # One turn
 
     def take(self) -> None:
-        """Fill the engine's room. A disk that takes no rows ends the taking of batches, until it does again."""
+        """Fill the engine's room. A disk or store that takes no rows ends the taking of batches until it does again."""
         self._drop_lost()
-        if self.unwritten:
+        if self.unwritten or self.outputs.full:
             self._take_urgent()
             if not self.running:
                 self._stop.wait(DISK_WAIT_S)
@@ -152,18 +154,19 @@ class Loop:
     def settle(self) -> None:
         """Deliver the rows that ended and end their jobs, each to its sink; those that cannot be delivered wait."""
         self.replies.flush()
-        if not self.unwritten:
+        if not (self.unwritten or self.outputs.pending):
             return
         ended, self.unwritten = self.unwritten, []
-        for sink in dict.fromkeys(one.sink for one in ended):
+        for sink in dict.fromkeys([self.files, *(one.sink for one in ended)]):
             rows = [one for one in ended if one.sink is sink]
             try:
-                self.progress.finished += sink.settle(rows)
+                settled = sink.settle(rows)
             except OSError as error:
                 self.log.error("outputs cannot be written; no more prompts are taken until they can", reason=str(error))
                 self.unwritten += rows
             else:
-                self.progress.tokens += sum(one.tokens for one in rows)
+                self.progress.finished += settled.rows
+                self.progress.tokens += settled.tokens
 
     def wind_down(self) -> None:
         """Finish what the grace time allows, give back the rest."""
@@ -172,6 +175,7 @@ class Loop:
             self.step()
             self.settle()
         self.settle()
+        self._flush(deadline)
         left = [running.taken for running in self.running.values()] + [row for group in self.apart for row in group]
         for job_id in self.running:
             self.model.engine.remove(job_id)
@@ -300,8 +304,16 @@ class Loop:
     def _spare(self) -> None:
         """This process has lost its device. Rows that ended, or were not in the step, must not be charged with it."""
         self.settle()
-        self.intake.give_back([row for group in self.apart for row in group])
+        self._flush(time.monotonic() + self.grace_s)
+        on_their_way = [ended.taken for *_, ended in self.outputs.left()]
+        self.intake.give_back(on_their_way + [row for group in self.apart for row in group])
         self.apart.clear()
+
+    def _flush(self, deadline: float) -> None:
+        """Wait for what the store has not taken and published yet."""
+        while self.outputs.pending and time.monotonic() < deadline and not self._stop_now.is_set():
+            self.outputs.wait(FLUSH_WAIT_S)
+            self.settle()
 
     def _drop_lost(self) -> None:
         """Rows that somebody else has by now would only be dropped at the end."""
