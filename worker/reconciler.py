@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 
-from redis import Redis
 from redis.exceptions import LockError, ResponseError
 from rq.executions import Execution, ExecutionRegistry
 from rq.job import Job
@@ -18,6 +17,7 @@ from contract import logs, sealing
 from contract.auditing import Auditor, Finding
 from contract.errors import DllmError
 from contract.ledger import Ledger
+from contract.names import Connection
 from contract.queues import queues
 from contract.settings import WorkerSettings
 from worker.lanes import Lane
@@ -32,7 +32,7 @@ LEAST_LEAD_S = 1.0
 class Reconciler:
     """Looks after the queues of one model. Each step is atomic, so any number of workers may do it at once."""
 
-    def __init__(self, redis: Redis, ledger: Ledger, settings: WorkerSettings, name: str) -> None:
+    def __init__(self, redis: Connection, ledger: Ledger, settings: WorkerSettings, name: str) -> None:
         self._redis = redis
         self._ledger = ledger
         self._settings = settings
@@ -79,7 +79,7 @@ class Reconciler:
             log.error("found; cannot be repaired now, will be tried again", reason=str(error))
 
     def _repair(self, lane: Lane) -> None:
-        keys = [lane.waiting, lane.intermediate, lane.started, lane.scheduled, f"dllm:intermediate:{lane.name}"]
+        keys = [lane.waiting, lane.intermediate, lane.started, lane.scheduled, lane.seen]
         patterns = [
             Job.key_for("%s"),
             Execution("%s", "%s", self._redis).key,
