@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import yaml
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from contract import hours, names
@@ -103,6 +103,9 @@ class ProducerSettings(Settings):
     max_queued: Count = Field(10_000, description="prompts of one batch that stand in Redis at a time")
     max_queued_mb: Count = Field(64, description="the same in megabytes of prompt text")
     max_line_mb: Count = Field(16, description="a longer input line is an error row")
+    api_key: SecretStr | None = Field(
+        None, description="key that `producer bench-endpoint` sends; without it OPENAI_API_KEY of the environment"
+    )
 
     @field_validator("not_before", mode="before")
     @classmethod

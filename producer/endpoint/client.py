@@ -1,17 +1,21 @@
 """One call to an endpoint: sent, followed while its answer comes, and timed. A call that fails is a result as well.
 
-Times are the client's own, from just before the request is sent. New text that arrives in one read of the network counts as
-one arrival, whatever number of events it was cut into: between two arrivals lies what a reader waits for, which for a
-diffusion model is a block. Tokens come from the server's `usage` and from nowhere else. Nothing of an answer is kept
-but its numbers.
+Times are the client's own, from just before the request is sent. New text that arrives in one read of the network
+counts as one arrival, whatever number of events it was cut into: between two arrivals lies what a reader waits for,
+which for a diffusion model is a block. Tokens come from the server's `usage` and from nowhere else. Nothing of an
+answer is kept but its numbers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import socket
+import ssl
 import time
 from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from enum import StrEnum
@@ -126,9 +130,7 @@ class Target:
         if self.api == "completions":
             request["prompt"] = prompt.plain
         else:
-            request["messages"] = (
-                prompt.plain if prompt.conversation else [{"role": "user", "content": prompt.plain}]
-            )
+            request["messages"] = prompt.plain if prompt.conversation else [{"role": "user", "content": prompt.plain}]
         if self.stream:
             request["stream"] = True
         if self.dialect.include_usage:
@@ -136,16 +138,20 @@ class Target:
         return request
 
 
-def connect(key: str | None, connections: int) -> httpx2.AsyncClient:
-    """A client that keeps `connections` open. Uncompressed, since compression holds text back until it has enough."""
+@asynccontextmanager
+async def connected(key: str | None, count: int) -> AsyncIterator[list[httpx2.AsyncClient]]:
+    """So many clients, each with a connection of its own: a shared pool looks at all of them for every request.
+
+    Uncompressed, since compression holds text back until it has enough.
+    """
     headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {})
-    return httpx2.AsyncClient(
-        headers=headers,
-        timeout=httpx2.Timeout(None, connect=CONNECT_S),
-        limits=httpx2.Limits(
-            max_connections=connections, max_keepalive_connections=connections, keepalive_expiry=KEEP_ALIVE_S
-        ),
-    )
+    limits = httpx2.Limits(max_connections=1, max_keepalive_connections=1, keepalive_expiry=KEEP_ALIVE_S)
+    timeout, trust = httpx2.Timeout(None, connect=CONNECT_S), httpx2.create_ssl_context()
+    async with AsyncExitStack() as stack:
+        clients = [
+            httpx2.AsyncClient(headers=headers, timeout=timeout, limits=limits, verify=trust) for _ in range(count)
+        ]
+        yield [await stack.enter_async_context(client) for client in clients]
 
 
 async def call(http: httpx2.AsyncClient, target: Target, prompt: Prompt) -> Call:
@@ -260,7 +266,7 @@ class Answer:
 
 
 def refusal(response: httpx2.Response, body: bytes) -> CallError:
-    """What a status other than 200 says, in the server's words."""
+    """What a status other than 200 says, in the server's words, but without the key, which some repeat."""
     status = response.status_code
     named = {401: Kind.UNAUTHORIZED, 403: Kind.UNAUTHORIZED, 404: Kind.NOT_FOUND, 429: Kind.RATE_LIMITED}
     kind = named.get(status, Kind.SERVER_ERROR if status >= 500 else Kind.BAD_REQUEST)
@@ -271,6 +277,8 @@ def refusal(response: httpx2.Response, body: bytes) -> CallError:
             message = told(_document(body))
         except CallError:
             message = _excerpt(body.decode("utf-8", "replace"))
+    if key := response.request.headers.get("authorization", "").removeprefix("Bearer "):
+        message = message.replace(key, "…")
     return CallError(kind, message, status, _retry_after(response.headers.get("retry-after")))
 
 
@@ -284,10 +292,13 @@ def told(document: Mapping[str, Any]) -> str:
 
 def reason(error: BaseException) -> str:
     """The innermost message of a chain of exceptions: what the system said."""
-    inner: BaseException = error
-    while inner.__context__ is not None:
-        inner = inner.__context__
-    return (inner.strerror if isinstance(inner, OSError) and inner.strerror else str(inner)) or type(error).__name__
+    inner: BaseException | None = error
+    while inner is not None:
+        error = inner.exceptions[0] if isinstance(inner, BaseExceptionGroup) else inner
+        inner = error.__cause__ or error.__context__
+    if isinstance(error, OSError) and not isinstance(error, ssl.SSLError | socket.gaierror) and error.errno:
+        return os.strerror(error.errno)  # asyncio puts words of its own in its place
+    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
 
 
 def _broken(error: httpx2.HTTPError, answer: Answer) -> Failure:
@@ -330,6 +341,7 @@ def _retry_after(value: str | None) -> float | None:
     if value is None:
         return None
     try:
-        return max(0.0, float(value) if value.strip().isdigit() else parsedate_to_datetime(value).timestamp() - time.time())
+        seconds = float(value) if value.strip().isdigit() else parsedate_to_datetime(value).timestamp() - time.time()
+        return max(0.0, seconds)
     except ValueError:
         return None

@@ -11,21 +11,28 @@ class Events:
     """The events of one stream."""
 
     def __init__(self) -> None:
-        self._torn = b""
+        self._torn: list[bytes] = []
         self._data: list[str] = []
 
     def feed(self, piece: bytes) -> list[str]:
         """The data of every event that this piece of the stream completes."""
-        *lines, self._torn = (self._torn + piece).replace(b"\r\n", b"\n").split(b"\n")
-        return [data for line in lines if (data := self._line(line)) is not None]
+        end, *others = piece.split(b"\n")
+        self._torn.append(end)
+        if not others:
+            return []
+        lines, self._torn = [b"".join(self._torn), *others[:-1]], [others[-1]]
+        return self._lines(lines)
 
     def end(self) -> list[str]:
         """The data of a last event that no empty line follows."""
-        last = [self._line(self._torn), self._line(b"")]
-        self._torn = b""
-        return [data for data in last if data is not None]
+        lines, self._torn = [b"".join(self._torn), b""], []
+        return self._lines(lines)
+
+    def _lines(self, lines: list[bytes]) -> list[str]:
+        return [data for line in lines if (data := self._line(line.removesuffix(b"\r"))) is not None]
 
     def _line(self, line: bytes) -> str | None:
+        """The data of the event that an empty line ends."""
         if not line:
             data, self._data = self._data, []
             return "\n".join(data) if data else None

@@ -1,8 +1,8 @@
 """The load: a closed loop. At each level so many clients send one call after the other, none before its last has ended.
 
-That bounds what a server gets: never more calls at a time than the level says, and as many in all as the plan does. A
-round sends the same prompts at every turn, so that rounds of a level are the same work; before a level's first round its
-connections and the server are warmed up, which does not count.
+That bounds what a server gets: never more calls at a time than the level says, and as many in all as the plan does.
+Every round of a level sends the same prompts, so that rounds are the same work; before the first one its connections
+and the server are warmed up, which does not count.
 """
 
 from __future__ import annotations
@@ -64,18 +64,22 @@ class Round:
 
 
 async def measure(
-    http: httpx2.AsyncClient,
+    clients: Sequence[httpx2.AsyncClient],
     target: Target,
     plan: Plan,
     prompts: PromptSet,
     rounds: list[Round],
     say: Callable[[Round], None],
 ) -> str | None:
-    """Fill `rounds`, also with one that is cancelled half way; returns why it stopped early, if it did."""
+    """Fill `rounds`, also with one that is cancelled half way; returns why it stopped early, if it did.
+
+    Of `clients` a level uses as many as it has calls at a time.
+    """
     for level in plan.levels:
-        await _round(http, target, prompts.spread(plan.warmup_at(level)), level, 0, [])
+        used = clients[:level]
+        await _round(used, target, prompts.spread(plan.warmup_at(level)), 0, [])
         for number in range(1, plan.rounds + 1):
-            await _round(http, target, prompts.spread(plan.calls_at(level)), level, number, rounds)
+            await _round(used, target, prompts.spread(plan.calls_at(level)), number, rounds)
             say(rounds[-1])
             if not rounds[-1].answered:
                 return f"stopped after round {number} at concurrency {level}: not one call was answered"
@@ -93,22 +97,23 @@ def pause_after(done: Call) -> float:
 
 
 async def _round(
-    http: httpx2.AsyncClient, target: Target, prompts: Sequence[Prompt], level: int, number: int, rounds: list[Round]
+    clients: Sequence[httpx2.AsyncClient], target: Target, prompts: Sequence[Prompt], number: int, rounds: list[Round]
 ) -> None:
     waiting, calls = iter(prompts), list[Call]()
     started, cpu = time.perf_counter(), time.process_time()
     complete = False
 
-    async def client() -> None:
+    async def one_after_the_other(client: httpx2.AsyncClient) -> None:
         for prompt in waiting:
-            calls.append(await call(http, target, prompt))
+            calls.append(await call(client, target, prompt))
             await asyncio.sleep(pause_after(calls[-1]))
 
     try:
-        async with asyncio.TaskGroup() as clients:
-            for _ in range(min(level, len(prompts))):
-                clients.create_task(client())
+        async with asyncio.TaskGroup() as group:
+            for client in clients:
+                group.create_task(one_after_the_other(client))
         complete = True
     finally:
         ended = max((one.ended_at for one in calls), default=started)
-        rounds.append(Round(level, number, tuple(calls), ended - started, time.process_time() - cpu, complete))
+        spent = time.process_time() - cpu
+        rounds.append(Round(len(clients), number, tuple(calls), ended - started, spent, complete))

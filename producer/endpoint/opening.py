@@ -1,12 +1,13 @@
 """Before anything is measured: is there such a server, which models does it list, and which requests does it take?
 
-Every way in which that fails is one line that says what to do. What is learnt here (the model, the server's dialect) goes
-into the target; the calls made here are not measured.
+Every way in which that fails is one line that says what to do. What is learnt here (the model, the server's dialect)
+goes into the target; the calls made here are not measured.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -68,8 +69,8 @@ async def _list_models(http: httpx2.AsyncClient, target: Target) -> Listing:
             await _hint_at_v1(http, target)
         return Listing(None, response.headers.get("server"))  # not every server lists; the first call decides
     try:
-        return Listing(_ids(response.json()), response.headers.get("server"))
-    except ValueError:
+        return Listing(_ids(json.loads(body)), response.headers.get("server"))
+    except (ValueError, RecursionError):
         kind = response.headers.get("content-type", "no content type")
         raise EndpointError(
             f"{target.base_url}/models answers with {kind}, not with JSON: this is no OpenAI-compatible API"

@@ -33,7 +33,7 @@ BUILT_IN = (
     "A train leaves at 9:40 and arrives at 13:05. How long does the journey take? Show your steps.",
     "Write a Python function that returns the longest word of a text, and explain how it works.",
     "Summarise in one paragraph: Bees find flowers by colour, scent and memory. A scout that has found a rich field "
-    "flies home and dances on the comb; the angle of her dance tells the direction, its length the distance. The others "
+    "flies home and dances on the comb; the angle of her dance tells the direction, its length the distance. Others "
     "follow her steps in the dark, then fly out, and most of them arrive. Whoever comes back full dances too, so the "
     "best fields gather the most dancers, and a field that is empty is soon forgotten.",
 )
@@ -75,14 +75,14 @@ class PromptSet:
     cut: bool = False
 
     def spread(self, count: int) -> list[Prompt]:
-        """`count` prompts for one round: at even distances over the set, or the set again and again if it is shorter."""
+        """`count` prompts for one round: at even distances over the set, or a shorter set again and again."""
         have = len(self.prompts)
         if count < have:
             return [self.prompts[number * have // count] for number in range(count)]
         return [self.prompts[number % have] for number in range(count)]
 
     def facts(self) -> dict[str, Any]:
-        """What a report says of them: enough to tell whether two reports sent the same. Lengths: least, median, most."""
+        """Enough to tell whether two reports sent the same. Characters: the least, the median and the most."""
         sent = [[one.plain, one.params, one.max_tokens] for one in self.prompts]
         lengths = sorted(one.characters for one in self.prompts if one.characters is not None)
         return {

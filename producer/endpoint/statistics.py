@@ -1,7 +1,7 @@
 """From rounds to figures: what each level of concurrency came to. Plain numbers in, plain numbers out.
 
-Rates are of whole rounds: their median counts, outliers are marked and kept. Times are of calls: percentiles over those of all
-rounds that were answered. Nothing is estimated: a rate of tokens needs the usage of every answered call.
+Rates are of whole rounds: their median counts, outliers are marked and kept. Times are of calls: percentiles over all
+answered ones of all rounds. Nothing is estimated: a rate of tokens needs the usage of every answered call.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ class Level(BaseModel):
     calls: int
     answered: int
     failures: dict[str, int]
+    first_messages: dict[str, str]
     error_rate: float
     timeout_rate: float
     without_usage: int
@@ -94,10 +95,6 @@ class Level(BaseModel):
     finish_reasons: dict[str, int]
     cost_per_thousand_calls: Cost
     client_cpu_share: float
-
-    @property
-    def steady(self) -> bool:
-        return self.output_tokens_per_s is not None and self.error_rate <= STEADY
 
 
 class Capacity(BaseModel):
@@ -136,6 +133,7 @@ def level(rounds: Sequence[Round], prices: Prices) -> Level:
         calls=len(calls),
         answered=len(answered),
         failures=dict(failures.most_common()),
+        first_messages={str(call.failure.kind): call.failure.message for call in reversed(calls) if call.failure},
         error_rate=round(failures.total() / len(calls), 4),
         timeout_rate=round(failures[Kind.TIMEOUT] / len(calls), 4),
         without_usage=_missing(answered, "output_tokens"),
@@ -159,7 +157,8 @@ def level(rounds: Sequence[Round], prices: Prices) -> Level:
 
 def capacity(levels: Sequence[Level]) -> Capacity | None:
     """None where no level has both usage and hardly a failure. Still rising: the most was reached at the last level."""
-    rates = {one.concurrency: one.output_tokens_per_s["median"] for one in levels if one.steady and one.output_tokens_per_s}
+    steady = [one for one in levels if one.error_rate <= STEADY]
+    rates = {one.concurrency: one.output_tokens_per_s["median"] for one in steady if one.output_tokens_per_s}
     if not rates:
         return None
     at = max(rates, key=lambda concurrency: rates[concurrency])
@@ -201,5 +200,5 @@ def _by_tokens(answered: Sequence[Call], prices: Prices) -> float | None:
     wanted = {tokens: price for tokens, price in parts.items() if price is not None}
     if not wanted or any(_missing(answered, tokens) for tokens in wanted):
         return None
-    paid = sum(price * getattr(call, tokens) for tokens, price in wanted.items() for call in answered)
+    paid: float = sum(price * getattr(call, tokens) for tokens, price in wanted.items() for call in answered)
     return round(paid / MILLION / len(answered) * THOUSAND, 6)
