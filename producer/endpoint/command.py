@@ -71,7 +71,7 @@ def bench(task: Task, settings: ProducerSettings, key: Key) -> Report:
     plan = Plan(_levels(task.concurrency), task.rounds, task.calls, task.warmup)
     if plan.total > MOST_CALLS:
         raise UsageError(f"these are {plan.total:,} calls, and {MOST_CALLS:,} the most: lower --rounds or --calls")
-    prompts = choose(task.prompts, task.prompts_file)
+    prompts = choose(task.prompts, task.prompts_file, settings.max_line_mb << 20)
     target = _target(task)
     check_api(prompts, target.api)
     _check_files(task)

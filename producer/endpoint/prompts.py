@@ -17,6 +17,8 @@ from contract import rows
 from contract.errors import BadPrompt, UsageError
 from contract.jobs import ErrorCode, Message
 from contract.jobs import Prompt as Content
+from contract.ledger import Cursor
+from contract.lines import Line, lines
 
 MOST = 10_000
 """Prompts read from a file: more than that many are no better a sample."""
@@ -93,12 +95,15 @@ class PromptSet:
         }
 
 
-def choose(texts: Sequence[str], file: Path | None) -> PromptSet:
-    """The prompts that `--prompt` and `--prompts` ask for; without either the built-in ones. Raises UsageError."""
+def choose(texts: Sequence[str], file: Path | None, limit: int) -> PromptSet:
+    """The prompts that `--prompt` and `--prompts` ask for; without either the built-in ones.
+
+    `limit` is the longest line in bytes. Raises UsageError.
+    """
     if texts and file:
         raise UsageError("--prompt and --prompts exclude each other: put the prompts into the file")
     if file:
-        return _from_file(file)
+        return _from_file(file, limit)
     for text in texts:
         if not text.strip():
             raise UsageError("--prompt is empty: give it text")
@@ -114,13 +119,13 @@ def check_api(found: PromptSet, api: str) -> None:
             raise UsageError(f"prompt {number} of {found.source} is token ids: use --api completions")
 
 
-def _from_file(file: Path) -> PromptSet:
+def _from_file(file: Path, limit: int) -> PromptSet:
     read = {".txt": _text_line, ".jsonl": _json_line}.get(file.suffix.lower())
     if read is None:
         raise UsageError(f"--prompts {file}: unknown kind of file; .txt (a prompt a line) and .jsonl can be read")
     try:
         with file.open("rb") as stream:
-            found = list(islice(_prompts(stream, file, read), MOST + 1))
+            found = list(islice(_prompts(lines(stream, Cursor(), limit, lambda: None), file, read), MOST + 1))
     except OSError as error:
         raise UsageError(f"--prompts {file}: {error.strerror}") from None
     if not found:
@@ -128,23 +133,23 @@ def _from_file(file: Path) -> PromptSet:
     return PromptSet(tuple(found[:MOST]), file.name, cut=len(found) > MOST)
 
 
-def _prompts(stream: Iterable[bytes], file: Path, read: Callable[[bytes, int], Prompt]) -> Iterator[Prompt]:
-    offset = 0
-    for number, raw in enumerate(stream, start=1):
+def _prompts(found: Iterable[Line], file: Path, read: Callable[[Line], Prompt]) -> Iterator[Prompt]:
+    for line in found:
         try:
-            if raw.strip():
-                yield read(raw.rstrip(b"\r\n"), offset)
+            if line.raw.strip():
+                yield read(line)
         except BadPrompt as error:
-            raise UsageError(f"--prompts {file}, line {number}: {error}") from None
-        offset += len(raw)
+            raise UsageError(f"--prompts {file}, line {line.number}: {error}") from None
 
 
-def _text_line(raw: bytes, offset: int) -> Prompt:
-    return Prompt(rows.text(raw, offset))
+def _text_line(line: Line) -> Prompt:
+    return Prompt(rows.text(line.raw, line.offset))
 
 
-def _json_line(raw: bytes, offset: int) -> Prompt:
-    body = rows.body(rows.decode(raw, offset))
+def _json_line(line: Line) -> Prompt:
+    row = rows.arrange(rows.decode(line.raw, line.offset))
+    rows.refuse_mistaken(row)
+    body = rows.body(row)
     params = rows.parameters(body)
     limits = [params.pop(name) for name in LIMITS if name in params]
     for limit in limits:

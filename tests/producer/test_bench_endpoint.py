@@ -341,11 +341,13 @@ def test_a_file_of_prompts_that_cannot_be_sent_is_refused(
 def test_a_round_takes_its_prompts_from_the_whole_set_and_its_hash_tells_sets_apart(tmp_path: Path) -> None:
     file = tmp_path / "p.txt"
     file.write_text("\n".join(f"prompt {number}" for number in range(10)))
-    found = choose((), file)
+    found = choose((), file, 1 << 20)
     assert [prompt.content for prompt in found.spread(3)] == ["prompt 0", "prompt 3", "prompt 6"]
     assert found.spread(25)[20:] == found.spread(10)[:5]
-    assert found.facts()["sha256"] == choose([str(one.content) for one in found.prompts], None).facts()["sha256"]
-    assert found.facts()["sha256"] != choose(["prompt 0"], None).facts()["sha256"]
+    assert (
+        found.facts()["sha256"] == choose([str(one.content) for one in found.prompts], None, 1 << 20).facts()["sha256"]
+    )
+    assert found.facts()["sha256"] != choose(["prompt 0"], None, 1 << 20).facts()["sha256"]
 
 
 def test_prices_give_the_cost_of_a_thousand_calls(report: Callable[..., dict[str, Any]]) -> None:
