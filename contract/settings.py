@@ -151,6 +151,9 @@ class ProducerSettings(Settings):
     serve_filters: str | None = Field(
         None, description="filters of your own, as package.module:name, several with commas"
     )
+    api_key: SecretStr | None = Field(
+        None, description="key that `producer bench-endpoint` sends; without it OPENAI_API_KEY of the environment"
+    )
 
     @field_validator("not_before", mode="before")
     @classmethod

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import typer
 
-from producer.commands import installing, mending, reviewing, serving, submitting
+from producer.commands import installing, measuring, mending, reviewing, serving, submitting
 
 app = typer.Typer(
     name="producer",
@@ -27,6 +27,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "doctor": mending.doctor,
     "serve": serving.serve,
     "key": serving.key,
+    "bench-endpoint": measuring.bench_endpoint,
     "stop-server": installing.stop_server,
 }
 for name, command in COMMANDS.items():
