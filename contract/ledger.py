@@ -171,6 +171,7 @@ class Ledger:
         self._create = redis.register_script(_CREATE)
         self._mark = redis.register_script(_MARK)
         self._stop = redis.register_script(_STOP)
+        self._glance = redis.register_script(_GLANCE)
 
     def key(self, batch: str, part: str | None = None) -> str:
         """Redis key of a batch, or of one part of it."""
@@ -262,6 +263,15 @@ class Ledger:
     def open_batches(self) -> list[str]:
         """Ids of the batches that are not published yet."""
         return sorted(_text(batch) for batch in cast("set[bytes]", self.redis.smembers(self._names.key("open"))))
+
+    def glance(self) -> list[tuple[str, BatchState, bool]]:
+        """Id and state of each batch that is not published yet, and whether all of its rows have ended.
+
+        Looked at in one script: thousands of them are no work for those who look every few seconds.
+        """
+        patterns = [self.key("%s"), *(self.key("%s", mark) for mark in Mark)]
+        found = cast("list[list[bytes]]", self._glance(keys=[self._names.key("open")], args=patterns))
+        return [(_text(batch), BatchState(_text(state)), complete == b"1") for batch, state, complete in found]
 
     def close(self, batch: str, processed: str | None = None) -> None:
         """The batch is published and its source moved, to the path `processed` where this call's process moved it.
@@ -432,6 +442,22 @@ if redis.call('HEXISTS', KEYS[1], 'total') == 0 then
     redis.call('HSET', KEYS[1], 'state', 'running', 'unread', 1, 'total', cursor and cjson.decode(cursor).index or 0)
 end
 return 1
+"""
+
+# KEYS those not published; ARGV patterns of the keys of a batch's hash and of its bitmaps.
+_GLANCE = """
+local found = {}
+for _, batch in ipairs(redis.call('SMEMBERS', KEYS[1])) do
+    local record = redis.call('HMGET', string.format(ARGV[1], batch), 'state', 'total')
+    local complete = '0'
+    if record[2] then
+        local ended = 0
+        for mark = 2, 4 do ended = ended + redis.call('BITCOUNT', string.format(ARGV[mark], batch)) end
+        if ended >= tonumber(record[2]) then complete = '1' end
+    end
+    if record[1] then found[#found + 1] = {batch, record[1], complete} end
+end
+return found
 """
 
 

@@ -54,14 +54,12 @@ def seal_ready(ledger: Ledger, folders: Folders) -> list[str]:
     One batch that cannot be sealed (a full disk, say) is logged and does not hold up the others.
     """
     sealed = []
-    for batch in ledger.get_many(ledger.open_batches()):
-        if not batch.counts.complete:
-            continue
+    for batch in sorted(batch for batch, _, complete in ledger.glance() if complete):
         try:
-            if seal(batch.spec.batch, ledger, folders):
-                sealed.append(batch.spec.batch)
+            if seal(batch, ledger, folders):
+                sealed.append(batch)
         except (OSError, DllmError, ValueError) as error:
-            logs.get(batch=batch.spec.batch).error("cannot publish the batch; will be tried again", reason=str(error))
+            logs.get(batch=batch).error("cannot publish the batch; will be tried again", reason=str(error))
     _clear_leftovers(ledger, folders)
     return sealed
 

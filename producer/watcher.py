@@ -7,10 +7,12 @@ keep a short one waiting, and waiting for room keeps neither files from being cl
 
 from __future__ import annotations
 
+import itertools
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from contract import logs, sealing
@@ -27,6 +29,8 @@ ACTIVE = 16
 """Batches submitted in turn; each holds an open file and its list of ids. The rest wait until one ends or is full."""
 LEAST_SCAN_S = 0.2
 """However many events come in, scans are this far apart."""
+CLAIMING_S = 1.0
+"""Ten thousand files at once are claimed in stretches of this length, between which those claimed are submitted."""
 FULL_S = 0.1
 SLICE_S = 0.2
 """A stop is noticed after this long: a signal handler cannot wake the main thread without a risk of deadlock."""
@@ -45,7 +49,9 @@ class Watcher:
         self._hints = Hints(settings.folders.inputs, self._wake, settings.recursive)
         self._notices = Notices()
         self._active: dict[str, Submission] = {}
+        self._new: deque[BatchSpec] = deque()
         self._waiting: deque[BatchSpec] = deque()
+        """Batches that had their turn, and wait for room."""
         self._last_scan = float("-inf")
         self._outages = 0
 
@@ -65,7 +71,7 @@ class Watcher:
             self._inbox.look()
             wait(self.settings.settle_s if self._inbox.unsettled else 0.0, self.stop)
             advanced: bool | None = None
-            while not self.stop() and (advanced is None or self._active or self._waiting):
+            while not self.stop() and (advanced is None or self._active or self._lined_up):
                 # An outage has dropped what was under way: another scan finds it.
                 advanced = self._patiently(self._scan if advanced is None else self._submit)
                 if advanced is False:
@@ -94,7 +100,7 @@ class Watcher:
     def _scan_whatever_fails(self) -> None:
         """A full disk or a folder without permission does not end the watching."""
         try:
-            self._scan()
+            self._scan(CLAIMING_S)
             self._notices.clear("scan")
         except OSError as error:
             self._notices.warn("scan", f"scanning failed, tried again on each scan: {error}")
@@ -104,13 +110,17 @@ class Watcher:
         settled_s = max(self.settings.settle_s, LEAST_SCAN_S)
         return min(self.settings.scan_s, settled_s) if self._inbox.unsettled else self.settings.scan_s
 
-    def _scan(self) -> bool:
+    def _scan(self, claiming_s: float = math.inf) -> bool:
         self._last_scan = time.monotonic()
         self._wake.clear()
         self.settings.folders.create()
         for file, look in self._inbox.look():
             self._claim(file, look)
-        self._line_up(self.claims.pending())
+            if self.stop() or time.monotonic() - self._last_scan > claiming_s:
+                self._wake.set()  # for the rest
+                break
+        known = {*self._active, *(spec.batch for spec in itertools.chain(self._new, self._waiting))}
+        self._new.extend(self.claims.pending(known))
         sealing.seal_ready(self.ledger, self.settings.folders)
         return True
 
@@ -127,16 +137,15 @@ class Watcher:
                 str(file), f"cannot be claimed: {error.strerror}; tried again on each scan", file=file.name
             )
 
-    def _line_up(self, pending: Sequence[BatchSpec]) -> None:
-        """New batches, the oldest first, wait before those that had their turn."""
-        new = {spec.batch: spec for spec in pending if spec.batch not in self._active}
-        waited = [new.pop(spec.batch) for spec in self._waiting if spec.batch in new]
-        self._waiting = deque([*new.values(), *waited])
+    @property
+    def _lined_up(self) -> int:
+        """How many batches wait for a place."""
+        return len(self._new) + len(self._waiting)
 
     def _activate(self) -> None:
-        """Give waiting batches the places that are free."""
-        while self._waiting and len(self._active) < ACTIVE:
-            spec = self._waiting.popleft()
+        """Give waiting batches the places that are free: new ones, the oldest first, before those that had a turn."""
+        while self._lined_up and len(self._active) < ACTIVE:
+            spec = (self._new or self._waiting).popleft()
             self._active[spec.batch] = Submission(spec, self.ledger, self.settings, self.stop)
 
     def _submit(self) -> bool:
@@ -145,7 +154,7 @@ class Watcher:
         While others wait for a place, batches without room make way, as many as there are.
         """
         self._activate()
-        advanced, others = False, len(self._waiting)
+        advanced, others = False, self._lined_up
         for batch, submission in list(self._active.items()):
             if self.stop():
                 break
@@ -153,7 +162,7 @@ class Watcher:
             advanced |= progress is Progress.ADVANCED
             if progress in (None, Progress.FINISHED, Progress.LET_GO):
                 del self._active[batch]
-                advanced |= bool(self._waiting)
+                advanced |= bool(self._lined_up)
             elif progress is Progress.FULL and others > 0:
                 others -= 1
                 submission.close()
@@ -188,7 +197,7 @@ class Watcher:
     def _sleep(self) -> None:
         """Until a scan is due, an event comes, or a batch that waits for room is to be asked again."""
         due = self._last_scan + (self._scan_s() if not self._wake.is_set() else LEAST_SCAN_S)
-        end = min(due, time.monotonic() + FULL_S) if self._active or self._waiting else due
+        end = min(due, time.monotonic() + FULL_S) if self._active or self._lined_up else due
         while (left := end - time.monotonic()) > 0 and not self.stop():
             if self._wake.wait(min(left, SLICE_S)):
                 wait(self._last_scan + LEAST_SCAN_S - time.monotonic(), self.stop)
@@ -198,6 +207,7 @@ class Watcher:
         for submission in self._active.values():
             submission.close()
         self._active.clear()
+        self._new.clear()
         self._waiting.clear()
 
     def _close(self) -> None:
