@@ -32,25 +32,47 @@ class SamplingParams(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
 
-    max_new_tokens: Annotated[int, Field(ge=1, le=1_000_000)] = 256
-    rule: Rule | None = None
-    denoise_steps: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
-    threshold: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    factor: Annotated[float, Field(gt=0.0)] | None = None
-    entropy_bound: Annotated[float, Field(ge=0.0)] | None = None
-    entropy_threshold: Annotated[float, Field(gt=0.0)] | None = None
-    kl_threshold: Annotated[float, Field(gt=0.0)] | None = None
-    edit_threshold: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    block_length: Annotated[int, Field(ge=1, le=4096)] | None = None
-    cache: CacheKind | None = None
-    cache_refresh: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
-    commit: Commit | None = None
-    temperature: Annotated[float, Field(ge=0.0, le=10.0)] = 0.0
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    top_k: Annotated[int, Field(ge=0)] = 0
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    truncate: Truncate | None = None
-    timeout_s: Annotated[float, Field(gt=0.0)] | None = None
+    max_new_tokens: Annotated[int, Field(ge=1, le=1_000_000)] = Field(256, description="longest answer, in tokens")
+    rule: Rule | None = Field(None, description="how tokens are accepted")
+    denoise_steps: Annotated[int, Field(ge=1, le=1_000_000)] | None = Field(
+        None, description="denoise steps over the whole answer, for rule fixed_steps"
+    )
+    threshold: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
+        None, description="confidence at which a token is accepted"
+    )
+    factor: Annotated[float, Field(gt=0.0)] | None = Field(None, description="factor, for rule factor")
+    entropy_bound: Annotated[float, Field(ge=0.0)] | None = Field(
+        None, description="bound of the entropy, for rule entropy_bound"
+    )
+    entropy_threshold: Annotated[float, Field(gt=0.0)] | None = Field(
+        None, description="entropy below which a token is accepted, for rule entropy_threshold"
+    )
+    kl_threshold: Annotated[float, Field(gt=0.0)] | None = Field(None, description="bound of the KL, for rule klass")
+    edit_threshold: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
+        None, description="confidence at which tokens are edited, for rule joint_threshold"
+    )
+    block_length: Annotated[int, Field(ge=1, le=4096)] | None = Field(
+        None, description="positions denoised as one block"
+    )
+    cache: CacheKind | None = Field(
+        None, description="what bidirectional models keep of earlier steps: none, prefix or dual"
+    )
+    cache_refresh: Annotated[int, Field(ge=1, le=1_000_000)] | None = Field(
+        None, description="blocks between two computations of the whole canvas"
+    )
+    commit: Commit | None = Field(
+        None, description="how models with a causal context write a finished block: separate or fused"
+    )
+    temperature: Annotated[float, Field(ge=0.0, le=10.0)] = Field(0.0, description="sampling temperature, 0 for none")
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = Field(1.0, description="nucleus sampling")
+    top_k: Annotated[int, Field(ge=0)] = Field(0, description="sample among the k most likely tokens, 0 for all")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = Field(
+        None, description="seed; the same one gives the same text"
+    )
+    truncate: Truncate | None = Field(None, description="where too long a prompt is cut: left or middle")
+    timeout_s: Annotated[float, Field(gt=0.0)] | None = Field(
+        None, description="seconds in which a started prompt must be answered"
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -37,7 +37,7 @@ from redis.retry import Retry as RedisRetry
 
 from contract import addresses, logs
 from contract.errors import ServerError, UsageError
-from contract.names import Connection
+from contract.names import Connection, Names
 from contract.queues import connect, try_out
 from contract.settings import Settings
 
@@ -46,6 +46,7 @@ SOCKET_PATH_BYTES = 100
 START_S = 15.0
 STOP_S = 15.0
 LOADING_S = 900.0
+GLANCE_S = 0.5
 POLL_S = 0.02
 OLDEST = (6, 2)
 """First version with LMOVE."""
@@ -79,6 +80,20 @@ def resolve(settings: Settings) -> str:
 def running(settings: Settings) -> bool:
     """Is this root's own server up already?"""
     return settings.redis_url is None and settings.folders.redis.is_dir() and _held(settings.folders.redis)
+
+
+def glance(settings: Settings) -> Connection | None:
+    """A connection for who would rather have no answer than wait for one; None where no server of this root is up.
+
+    Starts nothing and says nothing. Whether the server in the settings answers shows with the first question.
+    """
+    url = settings.redis_url or (_address(settings.folders.redis) if running(settings) else None)
+    if url is None:
+        return None
+    once = RedisRetry(NoBackoff(), retries=0)
+    redis = addresses.client(url, socket_timeout=GLANCE_S, socket_connect_timeout=GLANCE_S, retry=once)
+    redis.names = Names(settings.key_prefix)
+    return redis
 
 
 def stop(settings: Settings) -> bool:

@@ -5,10 +5,12 @@ Rich on a terminal, plain aligned text where the output is piped. Progress goes 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -294,3 +296,10 @@ def _bar(*columns: Any) -> Progress:
     console = Console(stderr=True)
     spinner = SpinnerColumn(), TextColumn("{task.description}", markup=False)
     return Progress(*spinner, *columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def near(file: Path) -> str:
+    """`file` as a person in this folder would write it."""
+    with contextlib.suppress(ValueError):
+        return str(file.relative_to(Path.cwd()))
+    return str(file)

@@ -74,7 +74,15 @@ def test_the_commented_defaults_in_configs_are_the_real_ones(kind: type[Settings
 
 
 def test_every_module_is_in_the_readmes_tree_and_every_link_leads_somewhere() -> None:
-    for package in ("contract", "producer", "worker", "worker/engine", "worker/engine/canvas", "worker/bench"):
+    for package in (
+        "contract",
+        "producer",
+        "producer/commands",
+        "worker",
+        "worker/engine",
+        "worker/engine/canvas",
+        "worker/bench",
+    ):
         for module in (ROOT / package).glob("[!_]*.py"):
             assert re.search(rf"^  {re.escape(module.name)} ", README, flags=re.MULTILINE), module
     for link in re.findall(r"\]\(([^)#:]+)\)", README):

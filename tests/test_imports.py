@@ -85,6 +85,13 @@ def test_contract_knows_neither_side_nor_torch() -> None:
     assert offenders("contract", "producer", "worker", "torch", "transformers") == []
 
 
+def test_only_the_commands_know_options() -> None:
+    using = {module for module in MODULES if "contract.flags" in imports(module)}
+    assert {module for module in using if not within(module, "producer.commands")} == {"worker.cli"}
+    with_typer = {module for module in MODULES if any(within(name, "typer") for name in imports(module))}
+    assert {module for module in with_typer if within(module, "contract")} == {"contract.flags"}
+
+
 def test_producer_knows_neither_worker_nor_models() -> None:
     assert offenders("producer", "worker", "torch", "transformers", "safetensors") == []
 

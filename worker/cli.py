@@ -10,33 +10,37 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from contract import logs, settings
 from contract.errors import DllmError, UsageError
-from contract.sampling import Rule, parse_params
+from contract.flags import Model, RedisUrl, Root, choices, sampling_flags
+from contract.sampling import parse_params
 from contract.settings import WorkerSettings
 from worker.progress import Progress
 from worker.restarts import Restarts
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 err = Console(stderr=True)
 
-Root = Annotated[Path | None, typer.Option(help="Folder under which all others lie.")]
-RedisUrl = Annotated[str | None, typer.Option(help="Redis address; without it the local server is used.")]
-ModelName = Annotated[str | None, typer.Option(help="A name under models/, or a checkpoint folder.")]
 Device = Annotated[
     str | None, typer.Option(help="auto, cpu, cuda or cuda:N; `run` also takes several with commas, or all.")
 ]
-Dtype = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")]
-QuantizeName = Annotated[
-    str | None, typer.Option("--quantize", help="none, int8 or int4: weights in fewer bits, by torchao.")
+Dtype = Annotated[
+    str | None,
+    typer.Option(help="auto, float32, bfloat16 or float16.", autocompletion=choices(WorkerSettings, "dtype")),
 ]
-
-
+QuantizeName = Annotated[
+    str | None,
+    typer.Option(
+        "--quantize",
+        help="none, int8 or int4: weights in fewer bits, by torchao.",
+        autocompletion=choices(WorkerSettings, "quantize"),
+    ),
+]
 SetName = Annotated[str, typer.Option("--set", help="short, medium, long, mixed, or a JSONL file.")]
 
 
@@ -53,7 +57,7 @@ def main() -> None:
 def run(
     root: Root = None,
     redis_url: RedisUrl = None,
-    model: ModelName = None,
+    model: Model = None,
     device: Device = None,
     dtype: Dtype = None,
     quantize: QuantizeName = None,
@@ -160,61 +164,23 @@ def _signals(stop: Any) -> Iterator[None]:
 
 
 @app.command()
+@sampling_flags("timeout_s")  # looked at by the worker's loop, which is not here
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt.")],
     root: Root = None,
-    model: ModelName = None,
+    model: Model = None,
     device: Device = None,
     dtype: Dtype = None,
     quantize: QuantizeName = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None,
-    denoise_steps: Annotated[int | None, typer.Option(help="Steps over the whole answer (rule fixed_steps).")] = None,
-    rule: Annotated[str | None, typer.Option(help=f"One of {', '.join(get_args(Rule))}.")] = None,
-    threshold: Annotated[float | None, typer.Option(help="Confidence at which a token is accepted.")] = None,
-    factor: Annotated[float | None, typer.Option(help="Factor of rule factor.")] = None,
-    entropy_bound: Annotated[float | None, typer.Option(help="Bound of rule entropy_bound.")] = None,
-    entropy_threshold: Annotated[float | None, typer.Option(help="Entropy of rule entropy_threshold.")] = None,
-    kl_threshold: Annotated[float | None, typer.Option(help="Bound of the KL of rule klass.")] = None,
-    edit_threshold: Annotated[float | None, typer.Option(help="Confidence at which joint_threshold edits.")] = None,
-    block_length: Annotated[int | None, typer.Option(help="Positions denoised together.")] = None,
-    cache: Annotated[str | None, typer.Option(help="none, prefix or dual (bidirectional models).")] = None,
-    cache_refresh: Annotated[
-        int | None, typer.Option(help="Blocks between two computations of the whole canvas.")
-    ] = None,
-    commit: Annotated[str | None, typer.Option(help="separate or fused (models with a causal context).")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Nucleus sampling.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Sample among the k likeliest; 0 is off.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
-    truncate: Annotated[str | None, typer.Option(help="left or middle: where too long a prompt is cut.")] = None,
+    *,
+    sampling: dict[str, Any],
     output_file: Annotated[Path | None, typer.Option(help="Write the answer here instead of stdout.")] = None,
 ) -> None:
     """Answer one prompt without a queue.
 
     Example: worker generate "What is the capital of France?" --max-new-tokens 64 --denoise-steps 20
     """
-    params = parse_params(
-        {
-            "max_new_tokens": max_new_tokens,
-            "denoise_steps": denoise_steps,
-            "rule": rule,
-            "threshold": threshold,
-            "factor": factor,
-            "entropy_bound": entropy_bound,
-            "entropy_threshold": entropy_threshold,
-            "kl_threshold": kl_threshold,
-            "edit_threshold": edit_threshold,
-            "block_length": block_length,
-            "cache": cache,
-            "cache_refresh": cache_refresh,
-            "commit": commit,
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "seed": seed,
-            "truncate": truncate,
-        }
-    )
+    params = parse_params(sampling)
     flags = {"root": root, "model": model, "device": device, "dtype": dtype, "quantize": quantize, "max_rows": 1}
     config = settings.read(WorkerSettings, flags)
     from worker.devices import devices
@@ -250,7 +216,7 @@ def _deliver(text: str, output_file: Path | None) -> None:
 def check(
     root: Root = None,
     redis_url: RedisUrl = None,
-    model: ModelName = None,
+    model: Model = None,
     device: Device = None,
     dtype: Dtype = None,
     quantize: QuantizeName = None,
@@ -278,7 +244,7 @@ def check(
 @app.command()
 def bench(
     root: Root = None,
-    model: ModelName = None,
+    model: Model = None,
     device: Device = None,
     dtype: Dtype = None,
     quantize: QuantizeName = None,

@@ -319,7 +319,7 @@ def test_wait_publishes_a_complete_batch_that_nobody_published(
     wait_until: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("producer.cli.SEAL_AFTER_S", 0.0)
+    monkeypatch.setattr("producer.commands.following.SEAL_AFTER_S", 0.0)
     worker = soon(wait_until, ledger, lambda batch: finish(batch.spec.batch, (0, 1, 3), seal=False))
     assert run("submit", "--wait", file).exit_code == 1
     worker.join(10)

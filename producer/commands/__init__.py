@@ -1,0 +1,1 @@
+"""The commands of `producer`, a module for each kind; `producer.cli` puts them together."""
