@@ -9,7 +9,7 @@ being the setting `key_prefix`:
     dllm:open                        set of the batch ids that are not published yet
     dllm:batch:{id}                  hash: spec (JSON), state, total, finished_at, hours (JSON) where it has any;
                                      processed (path of its source in batch_processed/);
-                                     started_at, ended_at (first start and last end of a row), output_tokens;
+                                     started_at, ended_at (first start and last end of a row), output_tokens, cached;
                                      cancelled_at, unread when cancelled
     dllm:batch:{id}:cursor           JSON Cursor: how far the source has been submitted
     dllm:batch:{id}:done, :failed, :cancelled   bitmaps by row index; a row has a bit in one of them at most
@@ -139,7 +139,8 @@ class Batch(BaseModel):
     """A batch as the ledger knows it at one moment.
 
     `started_at` is when a row of it was taken first, `ended_at` when the last one so far ended, by a worker;
-    `output_tokens` is how many the rows done have; `processed` the path of its source in `batch_processed/`.
+    `output_tokens` is how many were generated for the rows done, `cached` how many of these rows have an answer that
+    was given before; `processed` the path of its source in `batch_processed/`.
     `cancelled_at` is when the whole of it was cancelled; `unread` says that its source was not read to the end then.
     """
 
@@ -151,6 +152,7 @@ class Batch(BaseModel):
     started_at: float | None = None
     ended_at: float | None = None
     output_tokens: int = 0
+    cached: int = 0
     processed: str | None = None
     finished_at: float | None = None
     cancelled_at: float | None = None
@@ -342,8 +344,9 @@ class Ledger:
         mark: Mark,
         lease: tuple[str, str] | None = None,
         tokens: int = 0,
+        cached: bool = False,
     ) -> None:
-        """Queue on `pipe`: mark a row as ended, once; `tokens` is how many its output has.
+        """Queue on `pipe`: mark a row as ended, once; `tokens` is how many were generated for its output.
 
         `lease` is a sorted set and the member that must be in it; a worker that lost its lease marks nothing.
         The pipeline's answer is 1 when this call ended the row, 0 when it had ended before, -1 when the lease is lost.
@@ -352,7 +355,7 @@ class Ledger:
         fence = list(lease) if lease else ["", ""]
         place = list(Mark).index(mark) + 1
         keys += [fence[0] or keys[0], self.key(batch)]
-        self._mark(keys=keys, args=[index, place, fence[1], tokens], client=pipe)
+        self._mark(keys=keys, args=[index, place, fence[1], tokens, int(cached)], client=pipe)
 
     def marks(self, rows: Sequence[tuple[str, int]]) -> list[Mark | None]:
         """How each (batch, index) ended, or None for those that have not; one round trip."""
@@ -415,7 +418,7 @@ return 1
 """
 
 # KEYS the bitmap of each mark, starts, lease set, the batch's hash; ARGV index, number of the mark, lease member (''
-# for none), tokens of the output.
+# for none), tokens of the output, 1 for an answer from the cache.
 _MARK = """
 if ARGV[3] ~= '' and not redis.call('ZSCORE', KEYS[5], ARGV[3]) then return -1 end
 redis.call('HDEL', KEYS[4], ARGV[1])
@@ -427,6 +430,7 @@ if redis.call('HEXISTS', KEYS[6], 'spec') == 1 then
     local clock = redis.call('TIME')
     redis.call('HSET', KEYS[6], 'ended_at', clock[1] + clock[2] / 1e6)
     if ARGV[4] ~= '0' then redis.call('HINCRBY', KEYS[6], 'output_tokens', ARGV[4]) end
+    if ARGV[5] == '1' then redis.call('HINCRBY', KEYS[6], 'cached', 1) end
 end
 return 1
 """
@@ -475,6 +479,7 @@ def _batch(fields: dict[bytes, bytes], cursor: bytes | None, done: int, failed: 
             cancelled=cancelled,
         ),
         output_tokens=int(fields.get(b"output_tokens", 0)),
+        cached=int(fields.get(b"cached", 0)),
         processed=_text(fields[b"processed"]) if b"processed" in fields else None,
         unread=b"unread" in fields,
         **times,

@@ -17,6 +17,7 @@ import structlog
 
 from contract.errors import PromptError, PromptFailure
 from contract.jobs import Completion, ErrorCode, ErrorDetail, ErrorRow, Row, Usage, shown
+from worker.answers import Answer, Answers
 from worker.engine import Finished
 from worker.intake import Intake, Rejected, Taken
 from worker.model import Model, applied_params
@@ -36,6 +37,8 @@ class Running:
     taken: Taken
     micro_batch: MicroBatch
     deadline: float
+    key: str | None = None
+    """Under which its answer is kept."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class Loop:
     log: structlog.stdlib.BoundLogger
     log_prompts: bool = False
     progress: Progress = field(default_factory=Progress)
+    answers: Answers = field(default_factory=Answers)
     running: dict[str, Running] = field(default_factory=dict)
     apart: deque[list[Taken]] = field(default_factory=deque)
     """Groups of a failed step, each to run without the others until the culprit is alone."""
@@ -132,8 +136,8 @@ class Loop:
             return
         settled, self.unwritten = self.unwritten, []
         answered = [ended.taken for ended in settled if isinstance(ended.taken, Taken) and not ended.error]
-        tokens = dict(_tokens(settled))
-        self.progress.finished += self.intake.finish(answered, tokens)
+        tokens, cached = dict(_tokens(settled)), {job_id for job_id, row in _answers(settled) if row.cached}
+        self.progress.finished += self.intake.finish(answered, tokens, cached)
         self.progress.tokens += sum(tokens.values())
         for ended in settled:
             if ended.error:
@@ -159,15 +163,28 @@ class Loop:
 
     def _admit(self, rows: Sequence[Taken]) -> None:
         for taken in rows:
-            job = taken.job
-            micro_batch = self._open_micro_batch()
-            micro_batch.admit(max(0.0, taken.taken_at - job.submitted_at))
-            deadline = time.monotonic() + (job.params.timeout_s or math.inf)
-            self.running[job.job_id] = Running(taken, micro_batch, deadline)
+            job, key = taken.job, None
             try:
-                self.model.engine.add(self.model.request(job.job_id, job.asked, job.params))
+                request = self.model.request(job.job_id, job.asked, job.params)
+                key = self.answers.key(request.prompt_ids, job.params)
+                if answer := self.answers.find(key):
+                    self._answer(taken, self._as_before(taken, answer, request.params.seed))
+                    continue
+                self.model.engine.add(request)
             except PromptError as error:
-                self._fail(self.running.pop(job.job_id), error)
+                self._fail(self._started(taken, key), error)
+            else:
+                self.running[job.job_id] = self._started(taken, key)
+
+    def _started(self, taken: Taken, key: str | None) -> Running:
+        micro_batch = self._open_micro_batch()
+        micro_batch.admit(_queued_s(taken))
+        return Running(taken, micro_batch, time.monotonic() + (taken.job.params.timeout_s or math.inf), key)
+
+    def _answer(self, taken: Taken, row: Completion) -> None:
+        self.unwritten.append(Ended(taken, row))
+        if self.log_prompts:
+            self.log.info("answered", batch=taken.batch, index=row.index, prompt=row.prompt, output=row.output)
 
     def _finish(self, result: Finished) -> None:
         running = self.running.pop(str(result.id))
@@ -175,9 +192,8 @@ class Loop:
             self._fail(running, result.error)
             return
         row = self._completion(running.taken, result)
-        self.unwritten.append(Ended(running.taken, row))
-        if self.log_prompts:
-            self.log.info("answered", batch=running.taken.batch, index=row.index, prompt=row.prompt, output=row.output)
+        self._answer(running.taken, row)
+        self.answers.keep(running.key, row)
         self._record(running.micro_batch, result)
 
     def _end_overdue(self) -> None:
@@ -261,9 +277,9 @@ class Loop:
             notes=list(result.plan.notes),
             usage=Usage(prompt_tokens=result.prompt_tokens, completion_tokens=len(result.token_ids)),
             model=self.model.name,
-            params=applied_params(result) | job.params.model_dump(include={"timeout_s"}, exclude_none=True),
+            params=applied_params(result) | _timeout(taken),
             timing={
-                "queued_s": round(max(0.0, taken.taken_at - job.submitted_at), 3),
+                "queued_s": round(_queued_s(taken), 3),
                 "denoise_s": round(result.seconds, 3),
             },
             denoise={
@@ -272,6 +288,26 @@ class Loop:
                 "tokens_per_forward": round(result.tokens_per_forward, 3),
             },
             worker=self.intake.name,
+            metadata=job.metadata,
+        )
+
+    def _as_before(self, taken: Taken, answer: Answer, seed: int | None) -> Completion:
+        """The row of an answer that was given before: nothing was denoised for it."""
+        job = taken.job
+        return Completion(
+            index=job.index,
+            id=job.id,
+            prompt=shown(job.asked),
+            output=answer.output,
+            finish_reason=answer.finish_reason,
+            notes=answer.notes,
+            usage=answer.usage,
+            model=self.model.name,
+            params=answer.params | {"seed": seed} | _timeout(taken),
+            timing={"queued_s": round(_queued_s(taken), 3), "denoise_s": 0.0},
+            denoise={"steps": 0, "forwards": 0, "tokens_per_forward": 0.0},
+            worker=self.intake.name,
+            cached=True,
             metadata=job.metadata,
         )
 
@@ -295,8 +331,21 @@ class Loop:
         self.log.info("batch_throughput", **record, peak_memory_mb=self.model.peak_memory_mb(), **self.model.place())
 
 
-def _tokens(settled: Sequence[Ended]) -> Iterator[tuple[str, int]]:
-    """The job ids of answered prompts, and how many tokens their answers have."""
+def _answers(settled: Sequence[Ended]) -> Iterator[tuple[str, Completion]]:
+    """The job ids of answered prompts, and their rows."""
     for ended in settled:
         if isinstance(ended.row, Completion) and isinstance(ended.taken, Taken):
-            yield ended.taken.job.job_id, ended.row.usage.completion_tokens
+            yield ended.taken.job.job_id, ended.row
+
+
+def _tokens(settled: Sequence[Ended]) -> Iterator[tuple[str, int]]:
+    """The job ids of answered prompts, and how many tokens were generated for them."""
+    return ((job_id, row.usage.completion_tokens) for job_id, row in _answers(settled) if not row.cached)
+
+
+def _queued_s(taken: Taken) -> float:
+    return max(0.0, taken.taken_at - taken.job.submitted_at)
+
+
+def _timeout(taken: Taken) -> dict[str, float]:
+    return taken.job.params.model_dump(include={"timeout_s"}, exclude_none=True)
