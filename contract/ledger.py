@@ -173,6 +173,7 @@ class Ledger:
         self._create = redis.register_script(_CREATE)
         self._mark = redis.register_script(_MARK)
         self._stop = redis.register_script(_STOP)
+        self._forget = redis.register_script(_FORGET)
         self._glance = redis.register_script(_GLANCE)
 
     def key(self, batch: str, part: str | None = None) -> str:
@@ -287,6 +288,15 @@ class Ledger:
             pipe.srem(self._names.key("open"), batch)
             pipe.delete(self.key(batch, "starts"))
             pipe.execute()
+
+    def forget(self, batch: str) -> bool:
+        """Nothing is known of a published batch any more; False when it was opened again, and nothing was done."""
+        parts = ("cursor", *Mark, "starts", "backlog", "lock:submit", "lock:seal")
+        keys = [self.key(batch), *map(self._names.key, ("batches", "open", "contents"))]
+        others = [*(self.key(batch, part) for part in parts), self._names.key("crashes", batch)]
+        record = self.get(batch)
+        content = record.spec.content if record else None
+        return bool(self._forget(keys=[*keys, *others], args=[batch, content or ""]))
 
     # Submitting
 
@@ -432,6 +442,16 @@ if redis.call('HEXISTS', KEYS[6], 'spec') == 1 then
     if ARGV[4] ~= '0' then redis.call('HINCRBY', KEYS[6], 'output_tokens', ARGV[4]) end
     if ARGV[5] == '1' then redis.call('HINCRBY', KEYS[6], 'cached', 1) end
 end
+return 1
+"""
+
+# KEYS the batch's hash, all batches, those not published, contents, then its other keys; ARGV the batch, its content.
+_FORGET = """
+if redis.call('HGET', KEYS[1], 'state') ~= 'done' then return 0 end
+if redis.call('HGET', KEYS[4], ARGV[2]) == ARGV[1] then redis.call('HDEL', KEYS[4], ARGV[2]) end
+redis.call('ZREM', KEYS[2], ARGV[1])
+redis.call('SREM', KEYS[3], ARGV[1])
+redis.call('DEL', KEYS[1], unpack(KEYS, 5))
 return 1
 """
 

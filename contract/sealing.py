@@ -18,6 +18,7 @@ rows back as a segment, so that old and new rows are published together.
 from __future__ import annotations
 
 import contextlib
+import heapq
 import itertools
 import json
 import shutil
@@ -114,6 +115,16 @@ def errors(batch: str, ledger: Ledger, folders: Folders) -> Iterator[ErrorRow]:
         for index in set_bits(without):
             row = merge.line(index)
             yield ErrorRow.model_validate_json(row) if row else _unrecorded(index, merge.kind(index))
+
+
+def rows(record: Batch, ledger: Ledger, folders: Folders) -> Iterator[tuple[int, bytes]]:
+    """All rows of a published batch in index order, with and without output: index and line of each.
+
+    Raises UsageError where its files were changed or moved away.
+    """
+    bitmaps = ledger.bitmaps(record.spec.batch)
+    outputs = _published(_outputs_file(record, folders), bitmaps[Mark.DONE])
+    return heapq.merge(outputs, _published(_errors_file(record, folders), _without_output(bitmaps)))
 
 
 def retry(

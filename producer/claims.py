@@ -226,7 +226,8 @@ class Claims:
         folders that never got their source. Ten thousand claims that only wait for workers cost one round trip.
         """
         running = {batch for batch, state, _ in self.ledger.glance() if state is BatchState.RUNNING}
-        folders = [folder for folder in claimed.entries(self.folders) if folder.name not in running.union(under_way)]
+        known_of = running.union(under_way)
+        folders = [folder for folder in claimed.entries(self.folders) if folder.name not in known_of]
         found = [spec for folder in folders if (spec := self._read_manifest(folder)) is not None]
         known = {batch.spec.batch: batch for batch in self.ledger.get_many([spec.batch for spec in found])}
         open_ones = [self._settle(spec, known.get(spec.batch)) for spec in found]

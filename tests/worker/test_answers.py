@@ -324,7 +324,9 @@ def claim_equal(claim: Claim, count: int) -> None:
     with pytest.MonkeyPatch.context() as patched:
         write = Path.write_text
         patched.setattr(
-            Path, "write_text", lambda path, text, *a, **k: write(path, _equal(text) if path.suffix == ".jsonl" else text, *a, **k)
+            Path,
+            "write_text",
+            lambda path, text, *a, **k: write(path, _equal(text) if path.suffix == ".jsonl" else text, *a, **k),
         )
         claim(count, params=GREEDY)
 

@@ -1,0 +1,77 @@
+"""A batch that is over and wanted no more: everything that is kept of it goes, its record in the ledger last.
+
+Each step may be repeated, so a deletion that died on the way is done again by the same command: until the record is
+gone, the batch is there. Published files and the source go only where that is asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from redis.exceptions import LockError
+
+from contract import claimed, logs
+from contract.errors import UsageError
+from contract.formats import OUTPUT_ENDS
+from contract.ledger import Batch, BatchState, Ledger, Mark
+from contract.merging import set_bits
+from contract.paths import Folders
+from contract.queues import discard, queue
+
+WAIT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Deleted:
+    """What went: failed jobs that were kept for a retry, and files."""
+
+    jobs: int
+    files: list[Path]
+
+
+def delete(batch: str, ledger: Ledger, folders: Folders, with_files: bool) -> Deleted:
+    """Delete a published batch. Raises UsageError for one that is unknown, not over, or being reopened now."""
+    lock = ledger.lock(batch, "seal")  # whoever publishes a batch, or reopens it, holds this
+    if not lock.acquire(blocking=True, blocking_timeout=WAIT_S):
+        raise UsageError(f"batch '{batch}' is being published at this moment: try again")
+    try:
+        record = deletable(ledger.get(batch), batch)
+        target = queue(ledger.redis, record.spec.model, record.spec.priority)
+        jobs = discard(ledger.redis, target, batch, list(set_bits(ledger.bitmap(batch, Mark.FAILED))))
+        shutil.rmtree(folders.segments / batch, ignore_errors=True)
+        gone = [file for file in files(record, folders) if _removed(file)] if with_files else []
+        if not ledger.forget(batch):
+            raise UsageError(
+                f"batch '{batch}' was opened again meanwhile: `producer status {batch}` shows how it stands"
+            )
+        claimed.release_output(record.spec, ledger)
+    finally:
+        with contextlib.suppress(LockError):  # it went with the record
+            lock.release()
+    logs.get(batch=batch).info("batch deleted", jobs=jobs, files=len(gone))
+    return Deleted(jobs, gone)
+
+
+def deletable(record: Batch | None, batch: str) -> Batch:
+    """The batch, when it is over. Raises UsageError with what to do first."""
+    if record is None:
+        raise UsageError(f"no batch '{batch}': `producer status` lists them all")
+    if record.state is not BatchState.DONE:
+        raise UsageError(f"batch '{batch}' is not over: wait for it, or end it with `producer cancel {batch}`")
+    return record
+
+
+def files(record: Batch, folders: Folders) -> list[Path]:
+    """The published files of a batch, and its source where it is known which of `batch_processed/` that is."""
+    found = [folders.outputs / f"{record.spec.output}{end}" for end in OUTPUT_ENDS]
+    if record.processed:
+        found.append(folders.processed / record.processed)
+    return [file for file in found if file.is_file()]
+
+
+def _removed(file: Path) -> bool:
+    file.unlink(missing_ok=True)
+    return True
