@@ -19,12 +19,13 @@ import structlog
 from redis import Redis
 
 from contract import claimed
-from contract.ledger import Ledger
+from contract.ledger import Cursor, Ledger
 from contract.paths import Folders
+from contract.queues import enqueuing, queue
 from contract.sampling import SamplingParams
 from contract.settings import WorkerSettings
 from tests.checkpoints import llama_block
-from tests.conftest import completion_row
+from tests.conftest import batch_spec, completion_row, prompt_job
 from worker import answers as module
 from worker.answers import Answers, prune
 from worker.fingerprint import identity
@@ -309,32 +310,17 @@ def test_a_batch_that_asks_the_same_again_is_answered_without_a_step_and_counted
 
 
 def test_of_equal_rows_of_a_batch_those_that_come_later_have_the_answer_of_the_first(
-    work: Callable[..., None], claim: Claim, folders: Folders, model: Model, ledger: Ledger
+    work: Callable[..., None], redis: Redis, ledger: Ledger, folders: Folders
 ) -> None:
-    spec = claim(0, params=GREEDY) if False else None
-    assert spec is None
-    claim_equal(claim, 9)
+    spec = batch_spec(params=GREEDY)
+    ledger.create(spec)
+    jobs = [prompt_job("b", index, prompt="the same", params=GREEDY) for index in range(9)]
+    end = Cursor(offset=1, line=9, index=9)
+    assert ledger.advance("b", Cursor(), end, [], enqueuing(queue(redis, "demo", "normal"), jobs), last=True)
     work()
     found = rows(folders, "b")
     assert len({row["output"] for row in found}) == 1
     assert sum(row["cached"] for row in found) == 9 - 4  # four run together, and know nothing of each other
-
-
-def claim_equal(claim: Claim, count: int) -> None:
-    with pytest.MonkeyPatch.context() as patched:
-        write = Path.write_text
-        patched.setattr(
-            Path,
-            "write_text",
-            lambda path, text, *a, **k: write(path, _equal(text) if path.suffix == ".jsonl" else text, *a, **k),
-        )
-        claim(count, params=GREEDY)
-
-
-def _equal(text: str) -> str:
-    return "".join(
-        json.dumps(json.loads(line) | {"prompt": "the same", "metadata": {}}) + "\n" for line in text.splitlines()
-    )
 
 
 def test_failures_are_never_kept(
