@@ -7,11 +7,14 @@ gone, the batch is there. Published files and the source go only where that is a
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from redis.exceptions import LockError
+from redis.lock import Lock
 
 from contract import claimed, logs
 from contract.errors import UsageError
@@ -22,6 +25,7 @@ from contract.paths import Folders
 from contract.queues import discard, queue
 
 WAIT_S = 10.0
+CHUNK = 1_000
 
 
 @dataclass(frozen=True)
@@ -39,15 +43,15 @@ def delete(batch: str, ledger: Ledger, folders: Folders, with_files: bool) -> De
         raise UsageError(f"batch '{batch}' is being published at this moment: try again")
     try:
         record = deletable(ledger.get(batch), batch)
-        target = queue(ledger.redis, record.spec.model, record.spec.priority)
-        jobs = discard(ledger.redis, target, batch, list(set_bits(ledger.bitmap(batch, Mark.FAILED))))
+        jobs = sum(_jobs(record, ledger, lock))
         shutil.rmtree(folders.segments / batch, ignore_errors=True)
         gone = [file for file in files(record, folders) if _removed(file)] if with_files else []
-        if not ledger.forget(batch):
+        if not claimed.forget(record.spec, ledger):
             raise UsageError(
                 f"batch '{batch}' was opened again meanwhile: `producer status {batch}` shows how it stands"
             )
-        claimed.release_output(record.spec, ledger)
+    except LockError:
+        raise UsageError(f"deleting '{batch}' took too long at one step: do it again") from None
     finally:
         with contextlib.suppress(LockError):  # it went with the record
             lock.release()
@@ -70,6 +74,16 @@ def files(record: Batch, folders: Folders) -> list[Path]:
     if record.processed:
         found.append(folders.processed / record.processed)
     return [file for file in found if file.is_file()]
+
+
+def _jobs(record: Batch, ledger: Ledger, lock: Lock) -> Iterator[int]:
+    """Delete the jobs that were kept, some at a time; how many of each time."""
+    spec = record.spec
+    target = queue(ledger.redis, spec.model, spec.priority)
+    failed = set_bits(ledger.bitmap(spec.batch, Mark.FAILED))
+    while chunk := list(itertools.islice(failed, CHUNK)):
+        lock.reacquire()
+        yield discard(ledger.redis, target, spec.batch, chunk)
 
 
 def _removed(file: Path) -> bool:

@@ -289,14 +289,12 @@ class Ledger:
             pipe.delete(self.key(batch, "starts"))
             pipe.execute()
 
-    def forget(self, batch: str) -> bool:
+    def forget(self, batch: str, output: str, content: str | None) -> bool:
         """Nothing is known of a published batch any more; False when it was opened again, and nothing was done."""
         parts = ("cursor", *Mark, "starts", "backlog", "lock:submit", "lock:seal")
-        keys = [self.key(batch), *map(self._names.key, ("batches", "open", "contents"))]
+        keys = [self.key(batch), *map(self._names.key, ("batches", "open", "outputs", "contents"))]
         others = [*(self.key(batch, part) for part in parts), self._names.key("crashes", batch)]
-        record = self.get(batch)
-        content = record.spec.content if record else None
-        return bool(self._forget(keys=[*keys, *others], args=[batch, content or ""]))
+        return bool(self._forget(keys=[*keys, *others], args=[batch, output, content or ""]))
 
     # Submitting
 
@@ -445,13 +443,17 @@ end
 return 1
 """
 
-# KEYS the batch's hash, all batches, those not published, contents, then its other keys; ARGV the batch, its content.
+# KEYS the batch's hash, all batches, those not published, output names, contents, then its other keys; ARGV the batch,
+# its output name and its content.
 _FORGET = """
 if redis.call('HGET', KEYS[1], 'state') ~= 'done' then return 0 end
-if redis.call('HGET', KEYS[4], ARGV[2]) == ARGV[1] then redis.call('HDEL', KEYS[4], ARGV[2]) end
+for place = 4, 5 do
+    local name = ARGV[place - 2]
+    if redis.call('HGET', KEYS[place], name) == ARGV[1] then redis.call('HDEL', KEYS[place], name) end
+end
 redis.call('ZREM', KEYS[2], ARGV[1])
 redis.call('SREM', KEYS[3], ARGV[1])
-redis.call('DEL', KEYS[1], unpack(KEYS, 5))
+redis.call('DEL', KEYS[1], unpack(KEYS, 6))
 return 1
 """
 

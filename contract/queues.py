@@ -411,14 +411,12 @@ def failed_jobs(redis: Connection, target: Queue, batch: str, indices: Sequence[
 
 def discard(redis: Connection, target: Queue, batch: str, indices: Sequence[int]) -> int:
     """Delete the failed jobs of those rows of a batch, of which no other can be there any more; returns how many."""
-    failed, count = FailedJobRegistry(queue=target).key, 0
-    for start in range(0, len(indices), SCAN):
-        with redis.pipeline(transaction=True) as pipe:
-            for job_id in (f"{batch}-{index}" for index in indices[start : start + SCAN]):
-                pipe.zrem(failed, job_id)
-                pipe.delete(Job.key_for(job_id), ExecutionRegistry(job_id, redis).key)
-            count += sum(pipe.execute()[::2])
-    return count
+    failed = FailedJobRegistry(queue=target).key
+    with redis.pipeline(transaction=True) as pipe:
+        for job_id in (f"{batch}-{index}" for index in indices):
+            pipe.zrem(failed, job_id)
+            pipe.delete(Job.key_for(job_id), ExecutionRegistry(job_id, redis).key)
+        return sum(pipe.execute()[::2])
 
 
 def requeuing(redis: Connection, target: Queue, job_ids: Iterable[str]) -> Callable[[Pipeline], None]:

@@ -207,25 +207,25 @@ def test_a_deletion_that_dies_on_the_way_is_done_again(
 ) -> None:
     batch = published()
     with monkeypatch.context() as dying:
-        dying.setattr(ledger, "forget", lambda batch: (_ for _ in ()).throw(KeyboardInterrupt))
+        dying.setattr(ledger, "forget", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             deleting.delete(batch, ledger, folders, with_files=True)
     assert deleting.delete(batch, ledger, folders, with_files=True).files == []
     assert keys_of(redis, batch) == []
 
 
-@pytest.mark.parametrize(("answer", "stays"), [("n", True), ("y", False)])
 def test_it_asks_before_it_deletes(
-    published: Callable[..., str], folders: Folders, redis_url: str, ledger: Ledger, answer: str, stays: bool
+    run: Run, published: Callable[..., str], folders: Folders, redis_url: str, ledger: Ledger
 ) -> None:
     batch = published()
-    asked = producer(folders, redis_url, "delete", batch)
-    assert asked.returncode == 2
+    asked = run("delete", batch)
+    assert asked.exit_code == 2
     assert "--yes is needed where nobody can be asked" in asked.stderr
-    ours, theirs = pty.openpty()
-    os.write(ours, f"{answer}\n".encode())
-    done = producer(folders, redis_url, "delete", batch, "--files", stdin=theirs)
-    os.close(theirs)
-    os.close(ours)
-    assert f"delete {batch} (own.jsonl, 2 done, 2 failed) and 4 files? [y/N]" in done.stderr
-    assert (done.returncode, ledger.get(batch) is not None) == (int(stays), stays)
+    for answer, stays in (("n", True), ("y", False)):
+        ours, theirs = pty.openpty()
+        os.write(ours, f"{answer}\n".encode())
+        done = producer(folders, redis_url, "delete", batch, "--files", stdin=theirs)
+        os.close(theirs)
+        os.close(ours)
+        assert f"delete {batch} (own.jsonl, 2 done, 2 failed) and 4 files? [y/N]" in done.stderr
+        assert (done.returncode, ledger.get(batch) is not None) == (int(stays), stays)
