@@ -74,6 +74,11 @@ def release_output(spec: BatchSpec, ledger: Ledger) -> None:
     ledger.release_output(spec.batch, _folded(spec.output))
 
 
+def forget(spec: BatchSpec, ledger: Ledger) -> bool:
+    """Delete the record of a published batch, its output name with it; False when it was opened again."""
+    return ledger.forget(spec.batch, _folded(spec.output), spec.content)
+
+
 def idle_s(folder: Path) -> float:
     """Seconds since anything in `folder` changed; 0 while it is not there."""
     try:

@@ -66,6 +66,11 @@ class Folders:
         return self.root / "logs"
 
     @property
+    def answers(self) -> Path:
+        """Answers given before, for rows that ask the same again: the workers' cache."""
+        return self.root / ".answers"
+
+    @property
     def redis(self) -> Path:
         return self.root / ".redis"
 

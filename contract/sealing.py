@@ -18,6 +18,7 @@ rows back as a segment, so that old and new rows are published together.
 from __future__ import annotations
 
 import contextlib
+import heapq
 import itertools
 import json
 import time
@@ -55,14 +56,12 @@ def seal_ready(ledger: Ledger, folders: Folders, keep_s: float = 0.0) -> list[st
     One batch that cannot be sealed (a full disk, say) is logged and does not hold up the others.
     """
     sealed = []
-    for batch in ledger.get_many(ledger.open_batches()):
-        if not batch.counts.complete:
-            continue
+    for batch in sorted(batch for batch, _, complete in ledger.glance() if complete):
         try:
-            if seal(batch.spec.batch, ledger, folders):
-                sealed.append(batch.spec.batch)
+            if seal(batch, ledger, folders):
+                sealed.append(batch)
         except (OSError, DllmError, ValueError) as error:
-            logs.get(batch=batch.spec.batch).error("cannot publish the batch; will be tried again", reason=str(error))
+            logs.get(batch=batch).error("cannot publish the batch; will be tried again", reason=str(error))
     _clear_leftovers(ledger, folders, max(keep_s, SYNCED_S))
     return sealed
 
@@ -118,6 +117,17 @@ def errors(batch: str, ledger: Ledger, folders: Folders) -> Iterator[ErrorRow]:
         for index in set_bits(without):
             row = merge.line(index)
             yield ErrorRow.model_validate_json(row) if row else _unrecorded(index, merge.kind(index))
+
+
+def rows(record: Batch, ledger: Ledger, folders: Folders) -> Iterator[tuple[int, bytes]]:
+    """All rows of a published batch in index order, with and without output: index and line of each.
+
+    Raises UsageError where its files were changed or moved away.
+    """
+    bitmaps = ledger.bitmaps(record.spec.batch)
+    store = stores.of(folders, record.spec)
+    outputs = _published(_outputs_file(record), bitmaps[Mark.DONE], store)
+    return heapq.merge(outputs, _published(_errors_file(record), _without_output(bitmaps), store))
 
 
 def retry(

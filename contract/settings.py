@@ -232,6 +232,9 @@ class WorkerSettings(Settings):
     prefix_cache_mb: int = Field(
         256, ge=0, description="memory for beginnings that prompts share, such as a system prompt; 0: off"
     )
+    answer_cache_mb: Annotated[int, Field(ge=0)] = Field(
+        0, description="disk space for answers under .answers/, given again to rows that ask the same; 0: off"
+    )
     linger_ms: int = Field(50, ge=0, description="an idle worker that sees a first job waits this long for more")
     max_attempts: Count = Field(3, description="attempts per prompt before it is failed")
     retry_base_s: Seconds = Field(2.0, description="first retry delay; doubles each time, with full jitter")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import typer
 
-from producer.commands import installing, measuring, mending, reviewing, serving, submitting
+from producer.commands import installing, keeping, measuring, mending, reviewing, serving, submitting
 
 app = typer.Typer(
     name="producer",
@@ -24,6 +24,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "failed": reviewing.failed,
     "retry": mending.retry,
     "cancel": mending.cancel,
+    "export": keeping.export,
+    "delete": keeping.delete,
     "doctor": mending.doctor,
     "serve": serving.serve,
     "key": serving.key,

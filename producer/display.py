@@ -177,6 +177,7 @@ def batch(report: BatchReport) -> None:
         ("total", total),
         ("submitted", report.submitted),
         ("done", report.done),
+        *((("cached", f"{report.cached} of those done"),) if report.cached else ()),
         ("failed", report.failed),
         ("cancelled", f"{report.cancelled}{' (the file was not read to its end)' if report.unread else ''}"),
         ("rows/s", f"{report.rate:.2f}"),

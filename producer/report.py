@@ -48,6 +48,7 @@ class BatchReport(BaseModel):
     failed: int
     cancelled: int
     output_tokens: int
+    cached: int
     created_at: float
     started_at: float | None
     finished_at: float | None
@@ -173,6 +174,7 @@ def _report(batch: Batch, waits_until: float | None, folders: Folders) -> BatchR
         failed=counts.failed,
         cancelled=counts.cancelled,
         output_tokens=batch.output_tokens,
+        cached=batch.cached,
         created_at=spec.created_at,
         started_at=batch.started_at,
         finished_at=batch.finished_at,

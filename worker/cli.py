@@ -111,6 +111,8 @@ def _denoise(
     # Imported here: torch and transformers take seconds, and `worker --help` should not.
     from contract.ledger import Ledger
     from contract.server import open_redis
+    from worker.answers import Answers
+    from worker.fingerprint import identity
     from worker.intake import Intake, worker_name
     from worker.loop import Loop
     from worker.model import open_model
@@ -126,6 +128,8 @@ def _denoise(
     opened = open_model(config)
     log.info("model_loaded", seconds=round(time.perf_counter() - started, 2), **opened.describe())
 
+    kept = config.folders.answers
+    known_as = identity(opened, kept / "fingerprints") if config.answer_cache_mb else b""
     rate = TokenRate()
 
     def vitals() -> dict[str, str | int | float]:
@@ -136,9 +140,10 @@ def _denoise(
     with (
         Intake(redis, ledger, config, vitals, restarts.predecessor) as intake,
         outputs_of(config.folders, ledger, intake.name) as outputs,
+        Answers(kept, config.answer_cache_mb, known_as, opened.always_samples) as answers,
         Watchdog(progress, config.step_timeout_s, intake.evidence.ended, restarts.again, log),
     ):
-        loop = Loop(intake, opened, outputs, config.grace_s, log, config.log_prompts, progress)
+        loop = Loop(intake, opened, outputs, config.grace_s, log, config.log_prompts, progress, answers)
 
         def stop() -> None:
             restarts.stop()

@@ -28,8 +28,8 @@ class Ended:
 
     @property
     def tokens(self) -> int:
-        """Those of its answer."""
-        return self.row.usage.completion_tokens if isinstance(self.row, Completion) else 0
+        """Those that were generated for it."""
+        return self.row.usage.completion_tokens if isinstance(self.row, Completion) and not self.row.cached else 0
 
 
 class Settled(NamedTuple):
@@ -70,11 +70,16 @@ class Files:
 
     def settle(self, ended: Sequence[Ended]) -> Settled:
         durable = [one for *_, one in self._outputs.write([(one.taken.batch, one.row, one) for one in ended])]
-        answered = [(one.taken, one.tokens) for one in durable if isinstance(one.taken, Taken) and not one.error]
-        tokens = {taken.job.job_id: count for taken, count in answered}
-        finished = self._intake.finish([taken for taken, _ in answered], tokens)
+        answered = [one for one in durable if isinstance(one.taken, Taken) and not one.error]
+        tokens = {_job_id(one): one.tokens for one in answered}
+        cached = {_job_id(one) for one in answered if isinstance(one.row, Completion) and one.row.cached}
+        finished = self._intake.finish([one.taken for one in answered if isinstance(one.taken, Taken)], tokens, cached)
         for one in durable:
             if one.error:
                 self._intake.fail(one.taken, one.error)
         self._outputs.sealed_if_complete(one.taken.batch for one in durable)
         return Settled(finished, sum(tokens.values()))
+
+
+def _job_id(ended: Ended) -> str:
+    return f"{ended.taken.batch}-{ended.taken.index}"
