@@ -1,14 +1,15 @@
-"""A large JSONL file parsed, submitted and published: rows per second and peak memory, beside baselines.
+"""Large and many files parsed, submitted and published: rows per second and peak memory, beside baselines.
 
-    python benchmarks/intake.py [--rows 1000000] [--baseline-rows 50000]
+    python benchmarks/intake.py [--rows 1000000] [--baseline-rows 50000] [--files 10000]
 
 - parse: the file through the parser alone, against reading all of it into a list with `json.loads`.
 - submit: the file from the disk into Redis, claim included, against RQ's `enqueue_many` on rows that are in memory.
 - publish: the batch sealed from the segments of two workers, which hold its rows in no order, against sorting their
   lines in memory.
+- watching: files of one prompt each that lie in the inbox when `producer watch` starts, until all are submitted.
 
 Every measurement is a process of its own, and its peak memory is that process's; Redis is another one and holds every
-row, for no worker takes any. Exits 1 if parsing, submitting or publishing took more than PEAK_MB.
+row, for no worker takes any. Exits 1 if any of these took more than PEAK_MB.
 """
 
 # ruff: noqa: E402, T201
@@ -36,12 +37,13 @@ from rq.serializers import JSONSerializer
 
 from contract import logs, sealing, server
 from contract.jobs import Completion, Usage
-from contract.ledger import Cursor, Ledger, Mark
+from contract.ledger import BatchState, Cursor, Ledger, Mark
 from contract.parser import parse
 from contract.segments import SegmentWriter
 from contract.settings import ProducerSettings
 from producer.claims import Claims, columns, planned
 from producer.submitter import submit
+from producer.watcher import Watcher
 
 PEAK_MB = 200
 CHUNK = 500
@@ -80,6 +82,22 @@ def enqueuing(root: Path, file: Path, rows: int) -> int:
         chunk = loaded[start : start + CHUNK]
         queue.enqueue_many([Queue.prepare_data("worker.tasks.denoise", (row,), job_id=row["id"]) for row in chunk])
     return len(loaded)
+
+
+def watching(root: Path, file: Path, files: int) -> int:
+    own = ProducerSettings(root=root, settle_s=0)
+    logs.set_up(own.folders.create().logs, "benchmark", "error", 64, quiet=True)
+    ledger = Ledger(server.open_redis(own))
+    asked = [0.0]
+
+    def all_submitted() -> bool:
+        if time.monotonic() - asked[0] < 0.5:
+            return False
+        asked[0] = time.monotonic()
+        return sum(state is BatchState.RUNNING for _, state, _ in ledger.glance()) >= files
+
+    Watcher(own, ledger, all_submitted).run()
+    return len(ledger.glance())
 
 
 def answering(root: Path, file: Path, rows: int) -> int:
@@ -139,7 +157,7 @@ Work = Callable[[Path, Path, int], int]
 
 
 def measured(work: Work, root: Path, file: Path, rows: int) -> tuple[float, float]:
-    """Rows per second and peak megabytes of `work` in a fresh process."""
+    """Rows, or files, per second and peak megabytes of `work` in a fresh process."""
     receive, send = multiprocessing.get_context("spawn").Pipe(duplex=False)
     process = multiprocessing.get_context("spawn").Process(target=_measure, args=(send, work, root, file, rows))
     process.start()
@@ -166,14 +184,22 @@ def write(file: Path, rows: int) -> None:
             stream.write(json.dumps(row) + "\n")
 
 
+def drop(root: Path, files: int) -> None:
+    inputs = settings(root).folders.create().inputs
+    for number in range(files):
+        (inputs / f"question-{number}.txt").write_text(QUESTION.format(number), encoding="utf-8")
+
+
 def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("--rows", type=int, default=1_000_000)
+    arguments.add_argument("--files", type=int, default=10_000)
     arguments.add_argument("--baseline-rows", type=int, default=50_000, help="of RQ's own enqueuing, which is slow")
     chosen = arguments.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        root, file = Path(folder) / "root", Path(folder) / "rows.jsonl"
+        root, inbox, file = Path(folder) / "root", Path(folder) / "many", Path(folder) / "rows.jsonl"
         write(file, chosen.rows)
+        drop(inbox, chosen.files)
         print(f"{file.stat().st_size / 1e6:,.0f} MB of JSONL", flush=True)
         few = min(chosen.rows, chosen.baseline_rows)
         try:
@@ -181,14 +207,16 @@ def main() -> int:
             parsed, parse_peak = measured(parsing, root, file, chosen.rows)
             queued, _ = measured(enqueuing, root, file, few)
             submitted, submit_peak = measured(submitting, root, file, chosen.rows)
+            _, watch_peak = measured(watching, inbox, file, chosen.files)
             measured(answering, root, file, chosen.rows)
             ordered, _ = measured(sorting, root, file, chosen.rows)
             published, publish_peak = measured(publishing, root, file, chosen.rows)
         finally:
-            server.stop(settings(root))
+            for one in (root, inbox):
+                server.stop(settings(one))
     print(f"parsed at {parsed / loaded:.2f} of json.loads into a list, submitted at {submitted / queued:.2f} of RQ")
     print(f"published at {published / ordered:.2f} of sorting in memory")
-    peak = max(parse_peak, submit_peak, publish_peak)
+    peak = max(parse_peak, submit_peak, publish_peak, watch_peak)
     flat = peak <= PEAK_MB
     print(f"peak {peak:,.0f} MB: {'under' if flat else 'OVER'} {PEAK_MB} MB")
     return 0 if flat else 1

@@ -30,14 +30,13 @@ from typing import Literal, TypeVar
 
 from pydantic import ValidationError
 
-from contract import cancelling, claimed, paths, sealing
+from contract import cancelling, claimed, paths, sealing, stores
 from contract.jobs import ErrorCode, ErrorDetail, ErrorRow, PromptJob
 from contract.ledger import Batch, BatchState, Cursor, Ledger, Mark
 from contract.merging import clear_bits, union
 from contract.parser import parse
 from contract.paths import Folders
 from contract.queues import job_ids, prompts, queue, restore, standing
-from contract.segments import SegmentWriter
 
 Kind = Literal[
     "lost_rows",
@@ -201,9 +200,9 @@ class Auditor:
         for folder in folders:
             at_home = folder.name in known or (self._folders.claimed / folder.name).exists()
             if not at_home and claimed.idle_s(folder) > ORPHAN_IDLE_S:
-                aside = self._folders.orphans
+                aside = stores.of(self._folders).shown(".orphans")
                 yield Finding(
-                    "orphan_segments", str(folder), "rows of a batch that is not known", f"moves it to {aside}"
+                    "orphan_segments", str(folder), "rows of a batch that is not known", f"moves them to {aside}"
                 )
 
     # Repairing
@@ -263,7 +262,8 @@ class Auditor:
         if not rows:
             return 0
         batch = record.spec.batch
-        with SegmentWriter(self._folders, batch, f"audit-{socket.gethostname()}-{os.getpid()}") as segment:
+        store = stores.of(self._folders, record.spec)
+        with store.segment(batch, f"audit-{socket.gethostname()}-{os.getpid()}") as segment:
             segment.append(rows)
         with self._ledger.redis.pipeline(transaction=True) as pipe:
             for row in rows:
@@ -283,13 +283,7 @@ class Auditor:
         return "recorded: a running `producer watch` submits it"
 
     def _put_aside(self, finding: Finding) -> str:
-        folder, aside = Path(finding.where), self._folders.orphans
-        aside.mkdir(exist_ok=True)
-        target = aside / folder.name
-        if target.exists():
-            target = aside / f"{folder.name}.{time.time_ns()}"
-        folder.rename(target)
-        return f"moved to {target}"
+        return f"moved to {stores.of(self._folders).put_aside(Path(finding.where).name)}"
 
 
 def _some(rows: Sequence[int]) -> str:

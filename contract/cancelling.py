@@ -15,13 +15,13 @@ import socket
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from contract import logs, sealing
+from contract import logs, sealing, stores
 from contract.jobs import ErrorCode, ErrorDetail, ErrorRow, PromptJob, shown
 from contract.ledger import Batch, BatchState, Ledger
 from contract.merging import clear_bits, union
 from contract.paths import Folders
 from contract.queues import prompts, queue, withdraw
-from contract.segments import SegmentWriter
+from contract.stores import Segment
 
 CHUNK = 2_000
 """Rows ended in one step: their prompts are held in memory, and the queue's lists are walked through once."""
@@ -42,12 +42,14 @@ def cancel(batch: str, ledger: Ledger, folders: Folders) -> Cancelled:
 
     Does nothing to a batch that has ended or is unknown.
     """
-    if not ledger.stop(batch):
+    known = ledger.get(batch)
+    store = stores.of(folders, known.spec) if known else None
+    if store is None or not ledger.stop(batch):
         return Cancelled()
     record = ledger.get(batch)
     assert record is not None
     count = 0
-    with SegmentWriter(folders, batch, _writer()) as segment:
+    with store.segment(batch, _writer()) as segment:
         for chunk in _chunks(_left(record, ledger)):
             count += _end(record, chunk, prompts(ledger.redis, batch, chunk), segment, ledger)
     if count:
@@ -62,7 +64,7 @@ def cancel_rows(batch: str, ids: Collection[str], ledger: Ledger, folders: Folde
         return Cancelled(unknown=sorted(ids))
     wanted, count = set(ids), 0
     unknown = set(ids)
-    with SegmentWriter(folders, batch, _writer()) as segment:
+    with stores.of(folders, record.spec).segment(batch, _writer()) as segment:
         for chunk in _chunks(_left(record, ledger)):
             found = {job.index: job for job in prompts(ledger.redis, batch, chunk) if job and job.id in wanted}
             unknown -= {job.id for job in found.values()}
@@ -85,7 +87,7 @@ def _end(
     record: Batch,
     indices: Sequence[int],
     jobs: Sequence[PromptJob | None],
-    segment: SegmentWriter,
+    segment: Segment,
     ledger: Ledger,
 ) -> int:
     """Write the rows, then mark those that have not ended by now; returns how many."""

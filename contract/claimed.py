@@ -12,7 +12,7 @@ import time
 import unicodedata
 from pathlib import Path
 
-from contract import logs
+from contract import logs, stores
 from contract.formats import OUTPUT_ENDS
 from contract.ledger import BatchSpec, Ledger
 from contract.paths import Folders, fsync_folder, publish
@@ -74,6 +74,11 @@ def release_output(spec: BatchSpec, ledger: Ledger) -> None:
     ledger.release_output(spec.batch, _folded(spec.output))
 
 
+def forget(spec: BatchSpec, ledger: Ledger) -> bool:
+    """Delete the record of a published batch, its output name with it; False when it was opened again."""
+    return ledger.forget(spec.batch, _folded(spec.output), spec.content)
+
+
 def idle_s(folder: Path) -> float:
     """Seconds since anything in `folder` changed; 0 while it is not there."""
     try:
@@ -84,7 +89,7 @@ def idle_s(folder: Path) -> float:
 
 
 def _published(name: str, folders: Folders) -> bool:
-    return any(os.path.lexists(folders.outputs / f"{name}{end}") for end in OUTPUT_ENDS)
+    return bool(stores.of(folders).there(f"{name}{end}" for end in OUTPUT_ENDS))
 
 
 def _folded(name: str) -> str:

@@ -5,6 +5,8 @@ DllmError                  anything we raise on purpose; the command line prints
 │   ├── SettingsError      an unknown or impossible setting
 │   └── ModelLoadError     a checkpoint that is missing, unknown or inconsistent
 ├── ServerError            Redis is not there, or must not be used as it is configured
+├── StoreError             the object store for outputs takes or gives nothing now; an OSError too, as a full disk is
+├── EndpointError          an HTTP endpoint that is to be measured is not there, or answers otherwise than it should
 └── PromptError            one prompt cannot be answered; carries a stable code of `contract.jobs`
     ├── BadPrompt          the input is at fault: never retried
     └── PromptFailure      the model, the machine or the time is at fault: retried as `RETRIES` says for its code
@@ -34,6 +36,14 @@ class ModelLoadError(UsageError):
 
 class ServerError(DllmError):
     """The Redis server cannot be reached, started or safely used."""
+
+
+class StoreError(DllmError, OSError):
+    """The object store cannot be used now, or is not the one in which a batch has its rows."""
+
+
+class EndpointError(DllmError):
+    """An HTTP endpoint cannot be reached, or does not answer as OpenAI's API does."""
 
 
 class PromptError(DllmError):

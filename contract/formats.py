@@ -19,7 +19,7 @@ from typing import IO, Any, Literal, Protocol
 from uuid import uuid4
 
 from contract.errors import DllmError, UsageError
-from contract.jobs import RETRIES, ErrorCode
+from contract.jobs import RETRIES, ErrorCode, OutputFormat
 from contract.ledger import BatchSpec
 
 OUTPUT_ENDS = (
@@ -33,6 +33,12 @@ OUTPUT_ENDS = (
     ".summary.json",
 )
 """All ends that published files may have, after the batch's output name."""
+FORM_ENDS: dict[OutputFormat, tuple[str, ...]] = {
+    "jsonl": (),
+    "csv": (".csv",),
+    "parquet": (".parquet",),
+    "openai": (".openai.jsonl", ".openai.errors.jsonl"),
+}
 ROW_GROUP = 10_000
 PYARROW = "--output-format parquet needs pyarrow: pip install 'dllm-batch[parquet]'"
 
@@ -76,6 +82,16 @@ class Form(Protocol):
 
     def files(self) -> Iterator[tuple[str, Path | None]]:
         """After `close`: the end of each published file and its part; None for a file that is not to be there."""
+
+
+def published_ends(spec: BatchSpec, any_failed: bool) -> list[str]:
+    """The ends of the files that a batch's last publishing left; `any_failed` says that rows have no output."""
+    ends = {".jsonl", ".summary.json", *FORM_ENDS[spec.output_format]} | ({".txt"} if spec.kind == "txt" else set())
+    if not any_failed:
+        ends.discard(".openai.errors.jsonl")
+    else:
+        ends.add(".errors.jsonl")
+    return [end for end in OUTPUT_ENDS if end in ends]
 
 
 def require(form: str) -> None:

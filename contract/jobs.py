@@ -148,6 +148,7 @@ class Completion(BaseModel):
     timing: dict[str, float] = Field(description="queued_s, denoise_s")
     denoise: dict[str, int | float] = Field(description="steps, forwards, tokens_per_forward")
     worker: str
+    cached: bool = Field(False, description="the answer is one that was given before; nothing was denoised")
     metadata: dict[str, Any] = {}
 
 

@@ -9,7 +9,7 @@ being the setting `key_prefix`:
     dllm:open                        set of the batch ids that are not published yet
     dllm:batch:{id}                  hash: spec (JSON), state, total, finished_at, hours (JSON) where it has any;
                                      processed (path of its source in batch_processed/);
-                                     started_at, ended_at (first start and last end of a row), output_tokens;
+                                     started_at, ended_at (first start and last end of a row), output_tokens, cached;
                                      cancelled_at, unread when cancelled
     dllm:batch:{id}:cursor           JSON Cursor: how far the source has been submitted
     dllm:batch:{id}:done, :failed, :cancelled   bitmaps by row index; a row has a bit in one of them at most
@@ -98,7 +98,8 @@ class BatchSpec(BaseModel):
     `batch_outputs/` in which they will lie, owned by this batch alone; `output_format` the form they have beside JSON
     lines; `params` what rows get that do not say otherwise; `hours` when it may run, None for always. `packed` says
     that the source is a `.gz`, `params_line` that its first line tells parameters and is no prompt. `content` is one
-    for all batches that would give the same outputs, None for those whose like is not looked for.
+    for all batches that would give the same outputs, None for those whose like is not looked for. `outputs_url` is
+    where its rows and published files lie, None for `batch_outputs/`.
 
     Manifests and records are read back from folders and servers that others may write to; what stands here becomes
     paths, so names that lead anywhere else are refused.
@@ -123,6 +124,7 @@ class BatchSpec(BaseModel):
     prices: Prices | None = None
     content: str | None = None
     served: Served | None = None
+    outputs_url: str | None = None
 
     @field_validator("source")
     @classmethod
@@ -173,7 +175,8 @@ class Batch(BaseModel):
     """A batch as the ledger knows it at one moment.
 
     `started_at` is when a row of it was taken first, `ended_at` when the last one so far ended, by a worker;
-    `output_tokens` is how many the rows done have; `processed` the path of its source in `batch_processed/`.
+    `output_tokens` is how many were generated for the rows done, `cached` how many of these rows have an answer that
+    was given before; `processed` the path of its source in `batch_processed/`.
     `cancelled_at` is when the whole of it was cancelled; `unread` says that its source was not read to the end then.
     """
 
@@ -185,6 +188,7 @@ class Batch(BaseModel):
     started_at: float | None = None
     ended_at: float | None = None
     output_tokens: int = 0
+    cached: int = 0
     processed: str | None = None
     finished_at: float | None = None
     cancelled_at: float | None = None
@@ -206,6 +210,8 @@ class Ledger:
         self._create = redis.register_script(_CREATE)
         self._mark = redis.register_script(_MARK)
         self._stop = redis.register_script(_STOP)
+        self._forget = redis.register_script(_FORGET)
+        self._glance = redis.register_script(_GLANCE)
 
     def key(self, batch: str, part: str | None = None) -> str:
         """Redis key of a batch, or of one part of it."""
@@ -326,6 +332,15 @@ class Ledger:
         """Ids of the batches that are not published yet."""
         return sorted(_text(batch) for batch in cast("set[bytes]", self.redis.smembers(self._names.key("open"))))
 
+    def glance(self) -> list[tuple[str, BatchState, bool]]:
+        """Id and state of each batch that is not published yet, and whether all of its rows have ended.
+
+        Looked at in one script: thousands of them are no work for those who look every few seconds.
+        """
+        patterns = [self.key("%s"), *(self.key("%s", mark) for mark in Mark)]
+        found = cast("list[list[bytes]]", self._glance(keys=[self._names.key("open")], args=patterns))
+        return [(_text(batch), BatchState(_text(state)), complete == b"1") for batch, state, complete in found]
+
     def close(self, batch: str, processed: str | None = None) -> None:
         """The batch is published and its source moved, to the path `processed` where this call's process moved it.
 
@@ -338,6 +353,13 @@ class Ledger:
             pipe.srem(self._names.key("open"), batch)
             pipe.delete(self.key(batch, "starts"))
             pipe.execute()
+
+    def forget(self, batch: str, output: str, content: str | None) -> bool:
+        """Nothing is known of a published batch any more; False when it was opened again, and nothing was done."""
+        parts = ("cursor", *Mark, "starts", "backlog", "lock:submit", "lock:seal")
+        keys = [self.key(batch), *map(self._names.key, ("batches", "open", "outputs", "contents"))]
+        others = [*(self.key(batch, part) for part in parts), self._names.key("crashes", batch)]
+        return bool(self._forget(keys=[*keys, *others], args=[batch, output, content or ""]))
 
     # Submitting
 
@@ -395,8 +417,9 @@ class Ledger:
         mark: Mark,
         lease: tuple[str, str] | None = None,
         tokens: int = 0,
+        cached: bool = False,
     ) -> None:
-        """Queue on `pipe`: mark a row as ended, once; `tokens` is how many its output has.
+        """Queue on `pipe`: mark a row as ended, once; `tokens` is how many were generated for its output.
 
         `lease` is a sorted set and the member that must be in it; a worker that lost its lease marks nothing.
         The pipeline's answer is 1 when this call ended the row, 0 when it had ended before, -1 when the lease is lost.
@@ -405,7 +428,7 @@ class Ledger:
         fence = list(lease) if lease else ["", ""]
         place = list(Mark).index(mark) + 1
         keys += [fence[0] or keys[0], self.key(batch)]
-        self._mark(keys=keys, args=[index, place, fence[1], tokens], client=pipe)
+        self._mark(keys=keys, args=[index, place, fence[1], tokens, int(cached)], client=pipe)
 
     def marks(self, rows: Sequence[tuple[str, int]]) -> list[Mark | None]:
         """How each (batch, index) ended, or None for those that have not; one round trip."""
@@ -469,7 +492,7 @@ return 1
 """
 
 # KEYS the bitmap of each mark, starts, lease set, the batch's hash; ARGV index, number of the mark, lease member (''
-# for none), tokens of the output.
+# for none), tokens of the output, 1 for an answer from the cache.
 _MARK = """
 if ARGV[3] ~= '' and not redis.call('ZSCORE', KEYS[5], ARGV[3]) then return -1 end
 redis.call('HDEL', KEYS[4], ARGV[1])
@@ -481,7 +504,22 @@ if redis.call('HEXISTS', KEYS[6], 'spec') == 1 then
     local clock = redis.call('TIME')
     redis.call('HSET', KEYS[6], 'ended_at', clock[1] + clock[2] / 1e6)
     if ARGV[4] ~= '0' then redis.call('HINCRBY', KEYS[6], 'output_tokens', ARGV[4]) end
+    if ARGV[5] == '1' then redis.call('HINCRBY', KEYS[6], 'cached', 1) end
 end
+return 1
+"""
+
+# KEYS the batch's hash, all batches, those not published, output names, contents, then its other keys; ARGV the batch,
+# its output name and its content.
+_FORGET = """
+if redis.call('HGET', KEYS[1], 'state') ~= 'done' then return 0 end
+for place = 4, 5 do
+    local name = ARGV[place - 2]
+    if redis.call('HGET', KEYS[place], name) == ARGV[1] then redis.call('HDEL', KEYS[place], name) end
+end
+redis.call('ZREM', KEYS[2], ARGV[1])
+redis.call('SREM', KEYS[3], ARGV[1])
+redis.call('DEL', KEYS[1], unpack(KEYS, 6))
 return 1
 """
 
@@ -496,6 +534,22 @@ if redis.call('HEXISTS', KEYS[1], 'total') == 0 then
     redis.call('HSET', KEYS[1], 'state', 'running', 'unread', 1, 'total', cursor and cjson.decode(cursor).index or 0)
 end
 return 1
+"""
+
+# KEYS those not published; ARGV patterns of the keys of a batch's hash and of its bitmaps.
+_GLANCE = """
+local found = {}
+for _, batch in ipairs(redis.call('SMEMBERS', KEYS[1])) do
+    local record = redis.call('HMGET', string.format(ARGV[1], batch), 'state', 'total')
+    local complete = '0'
+    if record[2] then
+        local ended = 0
+        for mark = 2, 4 do ended = ended + redis.call('BITCOUNT', string.format(ARGV[mark], batch)) end
+        if ended >= tonumber(record[2]) then complete = '1' end
+    end
+    if record[1] then found[#found + 1] = {batch, record[1], complete} end
+end
+return found
 """
 
 
@@ -521,6 +575,7 @@ def _batch(
             cancelled=cancelled,
         ),
         output_tokens=int(fields.get(b"output_tokens", 0)),
+        cached=int(fields.get(b"cached", 0)),
         processed=processed,
         unread=b"unread" in fields,
         **times,

@@ -10,7 +10,7 @@ import json
 import re
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,12 +24,15 @@ OPEN_SEGMENTS = 64
 
 
 class Merge:
-    """Where each ended row of a batch lies among its segments. `keep` is called for every row read."""
+    """Where each ended row of a batch lies among its segments, `files`, the oldest first.
+
+    `keep` is called for every row read.
+    """
 
     def __init__(
-        self, folder: Path, total: int, bitmaps: Mapping[Mark, bytes], keep: Callable[[], None] | None = None
+        self, files: Sequence[Path], total: int, bitmaps: Mapping[Mark, bytes], keep: Callable[[], None] | None = None
     ) -> None:
-        self._files = segments.files(folder)
+        self._files = files
         self._bitmaps = bitmaps
         self._streams: OrderedDict[int, BinaryIO] = OrderedDict()
         self._places = array("q", [NOWHERE]) * total

@@ -21,9 +21,13 @@ LONGEST_NAME = 255
 
 @dataclass(frozen=True)
 class Folders:
-    """Where everything lies, derived from the root."""
+    """Where everything lies, derived from the root; with `outputs_url` rows and published files go there instead.
+
+    Use `contract.stores` for whatever lies under `outputs`, `segments` and `orphans`.
+    """
 
     root: Path
+    outputs_url: str | None = None
 
     @property
     def inputs(self) -> Path:
@@ -60,6 +64,11 @@ class Folders:
     @property
     def logs(self) -> Path:
         return self.root / "logs"
+
+    @property
+    def answers(self) -> Path:
+        """Answers given before, for rows that ask the same again: the workers' cache."""
+        return self.root / ".answers"
 
     @property
     def redis(self) -> Path:

@@ -506,6 +506,16 @@ def _unpacked(text: bytes) -> str:
     return plain.decode(errors="replace")
 
 
+def discard(redis: Connection, target: Queue, batch: str, indices: Sequence[int]) -> int:
+    """Delete the failed jobs of those rows of a batch, of which no other can be there any more; returns how many."""
+    failed = FailedJobRegistry(queue=target).key
+    with redis.pipeline(transaction=True) as pipe:
+        for job_id in (f"{batch}-{index}" for index in indices):
+            pipe.zrem(failed, job_id)
+            pipe.delete(Job.key_for(job_id), ExecutionRegistry(job_id, redis).key)
+        return sum(pipe.execute()[::2])
+
+
 def requeuing(redis: Connection, target: Queue, job_ids: Iterable[str]) -> Callable[[Pipeline], None]:
     """A function that queues failed jobs, all of one batch, again on a pipeline, with their attempts forgotten."""
     found = [job for job in Job.fetch_many(list(job_ids), redis, serializer=JSONSerializer) if job]

@@ -6,7 +6,7 @@ repeated, so a crash anywhere is finished by the next one who looks:
     merge    the segments in index order, as the ledger says: a row marked done gives its first output, a row marked
              failed or cancelled its last error; memory is eight bytes a row, and the lines are copied from disk to disk
     publish  `{output}.errors.jsonl`, `{output}.txt`, other forms that were asked for (`contract.formats`) and
-             `{output}.summary.json`, then `{output}.jsonl`: who sees the last sees the others
+             `{output}.summary.json`, then `{output}.jsonl`: who sees the last sees the others (`contract.stores`)
     move     the source from `batch_inputs/.claimed/{batch}/` to `batch_processed/`
     close    the batch in the ledger; a while later its segments are removed
 
@@ -18,9 +18,9 @@ rows back as a segment, so that old and new rows are published together.
 from __future__ import annotations
 
 import contextlib
+import heapq
 import itertools
 import json
-import shutil
 import time
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
@@ -30,7 +30,7 @@ from uuid import uuid4
 from redis.exceptions import LockError
 from redis.lock import Lock
 
-from contract import formats, logs, paths, segments
+from contract import formats, logs, paths, segments, stores
 from contract.claimed import MANIFEST
 from contract.errors import DllmError, UsageError
 from contract.jobs import ErrorCode, ErrorDetail, ErrorRow, PromptJob
@@ -39,9 +39,11 @@ from contract.merging import Merge, is_set, set_bits, union, without_index
 from contract.names import Connection
 from contract.paths import Folders
 from contract.queues import enqueuing, failed_jobs, queue, requeuing
+from contract.stores import Store
 from contract.summary import Summary
 
-PUT_BACK = "00-published.jsonl"
+PUT_BACK = "00-published-{}.jsonl"
+"""Sorts before all others; its own each time, so that a late removal of older ones cannot mean it."""
 WAIT_S = 10.0
 SYNCED_S = 10.0
 """By then Redis has what it was told on its disk."""
@@ -54,14 +56,12 @@ def seal_ready(ledger: Ledger, folders: Folders, keep_s: float = 0.0) -> list[st
     One batch that cannot be sealed (a full disk, say) is logged and does not hold up the others.
     """
     sealed = []
-    for batch in ledger.get_many(ledger.open_batches()):
-        if not batch.counts.complete:
-            continue
+    for batch in sorted(batch for batch, _, complete in ledger.glance() if complete):
         try:
-            if seal(batch.spec.batch, ledger, folders):
-                sealed.append(batch.spec.batch)
+            if seal(batch, ledger, folders):
+                sealed.append(batch)
         except (OSError, DllmError, ValueError) as error:
-            logs.get(batch=batch.spec.batch).error("cannot publish the batch; will be tried again", reason=str(error))
+            logs.get(batch=batch).error("cannot publish the batch; will be tried again", reason=str(error))
     _clear_leftovers(ledger, folders, max(keep_s, SYNCED_S))
     return sealed
 
@@ -105,17 +105,29 @@ def errors(batch: str, ledger: Ledger, folders: Folders) -> Iterator[ErrorRow]:
     record = ledger.get(batch)
     if record is None:
         return
+    store = stores.of(folders, record.spec)
     bitmaps = ledger.bitmaps(batch)
     without = _without_output(bitmaps)
     if record.state is BatchState.DONE:
-        for index, text in _published(_errors_file(record, folders), without):
+        for index, text in _published(_errors_file(record), without, store):
             yield ErrorRow.model_validate({"index": index, **json.loads(text)})
         return
     del bitmaps[Mark.DONE]
-    with Merge(folders.segments / batch, len(without) * 8, bitmaps) as merge:
+    with store.workplace(batch) as place, Merge(store.segments(batch, place), len(without) * 8, bitmaps) as merge:
         for index in set_bits(without):
             row = merge.line(index)
             yield ErrorRow.model_validate_json(row) if row else _unrecorded(index, merge.kind(index))
+
+
+def rows(record: Batch, ledger: Ledger, folders: Folders) -> Iterator[tuple[int, bytes]]:
+    """All rows of a published batch in index order, with and without output: index and line of each.
+
+    Raises UsageError where its files were changed or moved away.
+    """
+    bitmaps = ledger.bitmaps(record.spec.batch)
+    store = stores.of(folders, record.spec)
+    outputs = _published(_outputs_file(record), bitmaps[Mark.DONE], store)
+    return heapq.merge(outputs, _published(_errors_file(record), _without_output(bitmaps), store))
 
 
 def retry(
@@ -195,14 +207,30 @@ def _chosen(rows: Iterable[ErrorRow], codes: Collection[ErrorCode] | None, ids: 
 
 
 def _publish(record: Batch, ledger: Ledger, folders: Folders, lease: _Lease) -> None:
+    spec = record.spec
+    store = stores.of(folders, spec)
+    (folders.segments / spec.batch).mkdir(parents=True, exist_ok=True)
+    with store.workplace(spec.batch) as folder:
+        files = _merge(record, ledger, store, folder, lease)
+        for end, part in files:
+            lease.hold()
+            if part is not None:
+                store.publish(part, f"{spec.output}{end}", lease.keep)
+            else:
+                store.delete(f"{spec.output}{end}")  # of an earlier seal, before its rows were retried
+
+
+def _merge(
+    record: Batch, ledger: Ledger, store: stores.Store, folder: Path, lease: _Lease
+) -> list[tuple[str, Path | None]]:
+    """Write what is to be published to parts in `folder`; the end of each file's name, None for one not to be there."""
     spec, total = record.spec, record.counts.total or 0
-    folder = folders.segments / spec.batch
-    folder.mkdir(parents=True, exist_ok=True)
     summary = Summary()
+    found = store.segments(spec.batch, folder, lease.keep)
     with contextlib.ExitStack() as stack:
-        merge = stack.enter_context(Merge(folder, total, ledger.bitmaps(spec.batch), lease.keep))
+        merge = stack.enter_context(Merge(found, total, ledger.bitmaps(spec.batch), lease.keep))
         lease.hold()  # who took over from us may have removed the segments, and nothing was lost
-        _admit_losses(merge, record, ledger, folders)
+        _admit_losses(merge, record, ledger, store)
         parts = [folder / f".{name}.{uuid4().hex}.part" for name in ("outputs", "errors", "text", "summary")]
         outputs, failures, text, told = (stack.enter_context(part.open("wb")) for part in parts)
         form = stack.enter_context(formats.opened(spec, folder, record.started_at or spec.created_at))
@@ -219,31 +247,23 @@ def _publish(record: Batch, ledger: Ledger, folders: Folders, lease: _Lease) -> 
                 text.write(_readable(fields, whole_file=spec.txt_mode == "file"))
         any_failed = failures.tell() > 0
         told.write(json.dumps(summary.document(record, ledger.now()), indent=2).encode() + b"\n")
-    lease.hold()
-    paths.make(_outputs_file(record, folders).parent)
-    files: list[tuple[str, Path | None]] = [
+    return [
         (".errors.jsonl", parts[1] if any_failed else None),
         *([(".txt", parts[2])] if spec.kind == "txt" else []),
         *form.files(),
         (".summary.json", parts[3]),
         (".jsonl", parts[0]),
     ]
-    for end, part in files:
-        target = folders.outputs / f"{spec.output}{end}"
-        if part is not None:
-            paths.publish(part, target)
-        else:
-            target.unlink(missing_ok=True)  # of an earlier seal, before its rows were retried
 
 
-def _admit_losses(merge: Merge, record: Batch, ledger: Ledger, folders: Folders) -> None:
+def _admit_losses(merge: Merge, record: Batch, ledger: Ledger, store: stores.Store) -> None:
     """A row that ended but is on no disk any more gets an error row; the ledger is told, so that it agrees.
 
     Raises DllmError where a published file has more: the server was restored from an older state.
     """
     batch = record.spec.batch
     lost_outputs, lost_errors = merge.missing(Mark.DONE), merge.missing(Mark.FAILED)
-    _refuse_to_publish_less(_outputs_file(record, folders), record.counts.done - len(lost_outputs))
+    _refuse_to_publish_less(store, _outputs_file(record), record.counts.done - len(lost_outputs))
     if lost_outputs:
         logs.get(batch=batch).error("outputs were lost from the disk", rows=len(lost_outputs), first=lost_outputs[0])
         ledger.lose(batch, lost_outputs)
@@ -251,14 +271,16 @@ def _admit_losses(merge: Merge, record: Batch, ledger: Ledger, folders: Folders)
         logs.get(batch=batch).error("error rows were lost from the disk", rows=len(lost_errors), first=lost_errors[0])
 
 
-def _refuse_to_publish_less(published: Path, outputs: int) -> None:
-    """Raises DllmError where `published` is there already and has more than `outputs` rows."""
-    if not published.exists():
+def _refuse_to_publish_less(store: stores.Store, name: str, outputs: int) -> None:
+    """Raises DllmError where the file to be published is there already and has more than `outputs` rows."""
+    try:
+        published = store.open(name)
+    except FileNotFoundError:
         return
-    with published.open("rb") as stream:
-        there = sum(piece.count(b"\n") for piece in iter(lambda: stream.read(1 << 20), b""))
+    with published:
+        there = sum(piece.count(b"\n") for piece in iter(lambda: published.read(1 << 20), b""))
     if there > outputs:
-        what = f"{published} was published already with {there} rows, of which {outputs} are known now"
+        what = f"{store.shown(name)} was published already with {there} rows, of which {outputs} are known now"
         raise DllmError(f"{what}: it stays as it is; move it away to have those published")
 
 
@@ -318,15 +340,18 @@ def _clear_leftovers(ledger: Ledger, folders: Folders, keep_s: float) -> None:
     for record in ledger.get_many(names) if names else []:
         if record.state is not BatchState.DONE or time.time() - (record.finished_at or 0.0) < keep_s:
             continue
-        with _lease(ledger, record.spec.batch) as lease, contextlib.suppress(_LeaseLost):
-            current = ledger.get(record.spec.batch) if lease else None
-            if lease and current and current.state is BatchState.DONE:
-                _remove(folders.segments / record.spec.batch, lease)
+        try:
+            _clear(record.spec.batch, ledger, folders)
+        except (OSError, DllmError) as error:
+            logs.get(batch=record.spec.batch).warning("segments not removed; will be tried again", reason=str(error))
 
 
-def _remove(folder: Path, lease: _Lease) -> None:
-    lease.hold()
-    shutil.rmtree(folder, ignore_errors=True)
+def _clear(batch: str, ledger: Ledger, folders: Folders) -> None:
+    with _lease(ledger, batch) as lease, contextlib.suppress(_LeaseLost):
+        current = ledger.get(batch) if lease else None
+        if lease and current and current.state is BatchState.DONE:
+            lease.hold()
+            stores.of(folders, current.spec).clear(batch, lease.hold)
 
 
 # Published files, read back
@@ -334,27 +359,31 @@ def _remove(folder: Path, lease: _Lease) -> None:
 
 def _put_back(record: Batch, ledger: Ledger, folders: Folders, lease: _Lease) -> None:
     """Make a published batch's rows a segment again. It is older than what comes now, so new errors replace its own."""
-    folder = folders.segments / record.spec.batch
-    _remove(folder, lease)
-    folder.mkdir(parents=True)
-    part = folder / f".put-back.{uuid4().hex}.part"
-    bitmaps = ledger.bitmaps(record.spec.batch)
-    outputs, failures = _outputs_file(record, folders), _errors_file(record, folders)
-    with part.open("wb") as segment:
-        for path, bits in ((outputs, bitmaps[Mark.DONE]), (failures, _without_output(bitmaps))):
-            for index, text in _published(path, bits):
-                lease.keep()
-                segment.write(b'{"index":%d,%s' % (index, text.lstrip()[1:]))
-    paths.publish(part, folder / PUT_BACK)
-    paths.fsync_folder(folder.parent)
+    batch, store = record.spec.batch, stores.of(folders, record.spec)
+    lease.hold()
+    store.clear(batch, lease.hold)
+    (folders.segments / batch).mkdir(parents=True, exist_ok=True)
+    bitmaps = ledger.bitmaps(batch)
+    with store.workplace(batch) as folder:
+        part = folder / f".put-back.{uuid4().hex}.part"
+        with part.open("wb") as segment:
+            rows = {_outputs_file(record): bitmaps[Mark.DONE], _errors_file(record): _without_output(bitmaps)}
+            for name, bits in rows.items():
+                for index, text in _published(name, bits, store):
+                    lease.keep()
+                    segment.write(b'{"index":%d,%s' % (index, text.lstrip()[1:]))
+        store.publish(part, f".segments/{batch}/{PUT_BACK.format(uuid4().hex)}", lease.keep)
+    paths.fsync_folder(folders.segments)
 
 
-def _published(path: Path, bits: bytes) -> Iterator[tuple[int, bytes]]:
+def _published(name: str, bits: bytes, store: Store) -> Iterator[tuple[int, bytes]]:
     """Each published row with its index: the n-th row is the n-th one marked in `bits`."""
     indices = set_bits(bits)
-    changed = UsageError(f"{path} is not as it was published: put the original back, or submit the rows as a new batch")
+    changed = UsageError(
+        f"{store.shown(name)} is not as it was published: put the original back, or submit the rows as a new batch"
+    )
     with contextlib.ExitStack() as stack:
-        for text in stack.enter_context(path.open("rb")) if path.exists() else ():
+        for text in _opened(name, store, stack):
             index = next(indices, None)
             if index is None or not text.endswith(b"}\n"):
                 raise changed
@@ -363,12 +392,19 @@ def _published(path: Path, bits: bytes) -> Iterator[tuple[int, bytes]]:
         raise changed
 
 
-def _outputs_file(record: Batch, folders: Folders) -> Path:
-    return folders.outputs / f"{record.spec.output}.jsonl"
+def _opened(name: str, store: Store, stack: contextlib.ExitStack) -> Iterable[bytes]:
+    try:
+        return stack.enter_context(store.open(name))
+    except FileNotFoundError:
+        return ()
 
 
-def _errors_file(record: Batch, folders: Folders) -> Path:
-    return folders.outputs / f"{record.spec.output}.errors.jsonl"
+def _outputs_file(record: Batch) -> str:
+    return f"{record.spec.output}.jsonl"
+
+
+def _errors_file(record: Batch) -> str:
+    return f"{record.spec.output}.errors.jsonl"
 
 
 # The lease

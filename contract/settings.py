@@ -18,7 +18,7 @@ import yaml
 from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
-from contract import hours, names
+from contract import hours, names, objects
 from contract.errors import BadPrompt, SettingsError, nearest
 from contract.jobs import OutputFormat
 from contract.paths import Folders
@@ -45,6 +45,11 @@ class Settings(BaseSettings):
     key_prefix: Annotated[str, Field(pattern=names.PATTERN)] = Field(
         names.DEFAULT, description="first word of our keys and queues: installations that differ in it share a server"
     )
+    outputs_url: str | None = Field(
+        None,
+        repr=False,
+        description="s3://BUCKET/PREFIX, gs://… and the like: an object store for outputs, in place of batch_outputs/",
+    )
     model: str = Field(
         "demo", description="a name under models/, the path of a checkpoint folder, or org/name on the hub"
     )
@@ -69,6 +74,11 @@ class Settings(BaseSettings):
         "127.0.0.1", description="address they are served at; 0.0.0.0 lets other machines see them"
     )
 
+    @field_validator("outputs_url")
+    @classmethod
+    def _store(cls, value: str | None) -> str | None:
+        return value if value is None else objects.checked(value)
+
     @classmethod
     def settings_customise_sources(
         cls,
@@ -83,7 +93,7 @@ class Settings(BaseSettings):
 
     @property
     def folders(self) -> Folders:
-        return Folders(self.root.resolve())
+        return Folders(self.root.resolve(), self.outputs_url)
 
     @property
     def queue_model(self) -> str:
@@ -160,6 +170,9 @@ class ProducerSettings(Settings):
     )
     dashboard_port: Annotated[int, Field(ge=0, le=65535)] = Field(8080, description="its port; 0: any that is free")
     dashboard_actions: bool = Field(False, description="failed rows can be queued again from the page")
+    api_key: SecretStr | None = Field(
+        None, description="key that `producer bench-endpoint` sends; without it OPENAI_API_KEY of the environment"
+    )
 
     @field_validator("not_before", mode="before")
     @classmethod
@@ -238,6 +251,9 @@ class WorkerSettings(Settings):
     prefix_cache_mb: int = Field(
         256, ge=0, description="memory for beginnings that prompts share, such as a system prompt; 0: off"
     )
+    answer_cache_mb: Annotated[int, Field(ge=0)] = Field(
+        0, description="disk space for answers under .answers/, given again to rows that ask the same; 0: off"
+    )
     linger_ms: int = Field(50, ge=0, description="an idle worker that sees a first job waits this long for more")
     max_attempts: Count = Field(3, description="attempts per prompt before it is failed")
     retry_base_s: Seconds = Field(2.0, description="first retry delay; doubles each time, with full jitter")
@@ -280,7 +296,7 @@ def read(kind: type[S], flags: dict[str, Any] | None = None) -> S:
         name = ".".join(str(part) for part in first["loc"])
         where = _place(str(first["loc"][0]), given, file if first["loc"][0] in from_file else None)
         message = first["msg"].removeprefix("Value error, ")
-        value = "…" if name == "redis_url" else repr(first["input"])
+        value = "…" if name in ("redis_url", "outputs_url") else repr(first["input"])
         raise SettingsError(f"{where}: {name} = {value}: {message}") from None
 
 

@@ -55,7 +55,7 @@ class Summary:
         self._workers: set[str] = set()
         self._prompt_tokens = self._completion_tokens = self._forwards = 0
         self._queued, self._denoised = Times(), Times()
-        self._rows = self._done = 0
+        self._rows = self._done = self._cached = self._cached_tokens = 0
 
     def add(self, row: Mapping[str, Any]) -> None:
         """An output row or an error row."""
@@ -67,10 +67,14 @@ class Summary:
         self._finish_reasons[str(row.get("finish_reason"))] += 1
         self._workers.add(str(row.get("worker")))
         usage, timing = _fields(row, "usage"), _fields(row, "timing")
+        self._queued.add(_number(timing, "queued_s"))
+        if row.get("cached"):
+            self._cached += 1
+            self._cached_tokens += int(_number(usage, "completion_tokens"))
+            return
         self._prompt_tokens += int(_number(usage, "prompt_tokens"))
         self._completion_tokens += int(_number(usage, "completion_tokens"))
         self._forwards += int(_number(_fields(row, "denoise"), "forwards"))
-        self._queued.add(_number(timing, "queued_s"))
         self._denoised.add(_number(timing, "denoise_s"))
 
     def document(self, record: Batch, now: float) -> dict[str, Any]:
@@ -90,6 +94,7 @@ class Summary:
                 "failed": self._rows - self._done - cancelled,
                 "cancelled": cancelled,
             },
+            "cached": {"rows": self._cached, "completion_tokens": self._cached_tokens},
             "errors": dict(sorted(self._errors.items())),
             "finish_reasons": dict(sorted(self._finish_reasons.items())),
             "tokens": {"prompt": self._prompt_tokens, "completion": self._completion_tokens},

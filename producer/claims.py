@@ -17,7 +17,7 @@ import shutil
 import stat
 import time
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -42,6 +42,7 @@ OBEYED = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069/\\]")
 LONGEST_SLUG = 40
 LONGEST_OUTPUT = 200
 ABANDONED_S = 60.0
+COPIED = 1 << 20
 NOT_CONTENT = {"batch", "source", "output", "priority", "created_at", "hours", "prices", "content", "served"}
 """What may differ between two batches that publish the same: the names, when they run, and what that costs."""
 SPOOL_KEPT_S = 86_400.0
@@ -149,6 +150,7 @@ class Claims:
             "output": claimed.reserve_output(output, batch, self.ledger, self.folders),
             "created_at": time.time(),
             "hours": None,
+            "outputs_url": self.settings.outputs_url,
         }
         return self._keep(self._copy(file, spec.model_copy(update=changes)))
 
@@ -190,9 +192,9 @@ class Claims:
         with self._or_discard(spec):
             before = os.stat(file)
             claimed.write_manifest(spec, self.folders)
-            shutil.copyfile(file, self._partial(spec))
+            size = copy_some(file, self._partial(spec), before.st_size + 1)
             after = os.stat(file)
-            if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+            if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns) or size != before.st_size:
                 raise DllmError(f"{file} is being written: submit it when it is complete")
             return self._identified(spec)
 
@@ -231,13 +233,16 @@ class Claims:
             self._discard(spec)
             raise
 
-    def pending(self) -> list[BatchSpec]:
-        """Claimed batches that are not submitted to their end, the oldest first.
+    def pending(self, under_way: Collection[str] = ()) -> list[BatchSpec]:
+        """Claimed batches that are not submitted to their end, the oldest first; those `under_way` left out.
 
         Finishes what a crash interrupted on the way: records batches that the ledger does not know, and sweeps
-        folders that never got their source.
+        folders that never got their source. Ten thousand claims that only wait for workers cost one round trip.
         """
-        found = [spec for folder in claimed.entries(self.folders) if (spec := self._read_manifest(folder)) is not None]
+        running = {batch for batch, state, _ in self.ledger.glance() if state is BatchState.RUNNING}
+        known_of = running.union(under_way)
+        folders = [folder for folder in claimed.entries(self.folders) if folder.name not in known_of]
+        found = [spec for folder in folders if (spec := self._read_manifest(folder)) is not None]
         known = self.ledger.records([spec.batch for spec in found])
         readable = [spec for spec in found if known.get(spec.batch, spec) is not None]
         open_ones = [self._settle(spec, known.get(spec.batch)) for spec in readable]
@@ -312,6 +317,15 @@ def _prices(settings: ProducerSettings) -> Prices | None:
     return found if found != Prices() else None
 
 
+def copy_some(source: Path, target: Path, most: int) -> int:
+    """Copy no more than `most` bytes, for a source may grow faster than it is read; returns how many there were."""
+    left = most
+    with source.open("rb") as reader, target.open("wb") as writer:
+        while chunk := reader.read(min(left, COPIED)):
+            left -= writer.write(chunk)
+    return most - left
+
+
 def content(file: Path, spec: BatchSpec) -> str:
     """A hash of the file's bytes and of all that is asked for them that changes what is published."""
     with file.open("rb") as stream:
@@ -345,6 +359,7 @@ def planned(
         hours=Hours.of(settings.not_before, settings.window, now),
         output_format=settings.output_format,
         prices=_prices(settings),
+        outputs_url=settings.outputs_url,
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import typer
 
-from producer.commands import installing, mending, reviewing, serving, submitting
+from producer.commands import installing, keeping, measuring, mending, reviewing, serving, submitting
 
 app = typer.Typer(
     name="producer",
@@ -24,10 +24,13 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "failed": reviewing.failed,
     "retry": mending.retry,
     "cancel": mending.cancel,
+    "export": keeping.export,
+    "delete": keeping.delete,
     "doctor": mending.doctor,
     "serve": serving.serve,
     "dashboard": serving.dashboard,
     "key": serving.key,
+    "bench-endpoint": measuring.bench_endpoint,
     "stop-server": installing.stop_server,
 }
 for name, command in COMMANDS.items():

@@ -177,6 +177,7 @@ def batch(report: BatchReport) -> None:
         ("total", total),
         ("submitted", report.submitted),
         ("done", report.done),
+        *((("cached", f"{report.cached} of those done"),) if report.cached else ()),
         ("failed", report.failed),
         ("cancelled", f"{report.cancelled}{' (the file was not read to its end)' if report.unread else ''}"),
         ("rows/s", f"{report.rate:.2f}"),
@@ -296,8 +297,8 @@ def _bar(*columns: Any) -> Progress:
     return Progress(*spinner, *columns, console=console, transient=True, disable=not console.is_terminal)
 
 
-def near(file: Path) -> str:
-    """`file` as a person in this folder would write it."""
+def near(file: str) -> str:
+    """`file`, a path or an address, as a person in this folder would write it."""
     with contextlib.suppress(ValueError):
-        return str(file.relative_to(Path.cwd()))
-    return str(file)
+        return str(Path(file).relative_to(Path.cwd()))
+    return file

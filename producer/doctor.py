@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from contract import queues, server
+from contract import queues, server, stores
 from contract.addresses import shown
 from contract.auditing import CONFIRM_S, Auditor, Finding
 from contract.errors import DllmError, ServerError
@@ -50,6 +50,7 @@ def examine(settings: ProducerSettings, fix: bool) -> Iterator[Diagnosis]:
     broken = list(_folders(folders))
     yield from broken
     yield from _disk(folders)
+    yield from _store(folders)
     try:
         ledger = Ledger(server.open_redis(settings))
     except (ServerError, OSError) as error:
@@ -90,6 +91,17 @@ def _disk(folders: Folders) -> Iterator[Diagnosis]:
         if usage.free < max(LEAST_FREE_BYTES, LEAST_FREE_SHARE * usage.total):
             what = f"{usage.free >> 20} MB of {usage.total >> 20} are free"
             yield Diagnosis(kind="disk", where=str(folder), what=what, remedy="make room: workers stop when it is full")
+
+
+def _store(folders: Folders) -> Iterator[Diagnosis]:
+    """Can an object store for outputs be used? A small object is put, read and deleted."""
+    if folders.outputs_url is None:
+        return
+    try:
+        stores.of(folders).check()
+    except DllmError as error:
+        remedy = "see to the network, and to what its package is told of keys and permissions"
+        yield Diagnosis(kind="store", where=folders.outputs_url, what=str(error), remedy=remedy)
 
 
 def _clock(ledger: Ledger) -> Iterator[Diagnosis]:

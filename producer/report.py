@@ -8,12 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from contract import claimed, logs, queues, sealing, turns
+from contract import claimed, logs, queues, sealing, stores, turns
 from contract.errors import UsageError, nearest
-from contract.formats import OUTPUT_ENDS
+from contract.formats import published_ends
 from contract.hours import closed_until
 from contract.jobs import ErrorCode, ErrorRow, LaneName, Priority
 from contract.ledger import Batch, BatchState, Ledger, Mark
@@ -47,6 +48,7 @@ class BatchReport(BaseModel):
     failed: int
     cancelled: int
     output_tokens: int
+    cached: int
     created_at: float
     started_at: float | None
     finished_at: float | None
@@ -180,6 +182,7 @@ def _report(batch: Batch, waits_until: float | None, folders: Folders) -> BatchR
         failed=counts.failed,
         cancelled=counts.cancelled,
         output_tokens=batch.output_tokens,
+        cached=batch.cached,
         created_at=spec.created_at,
         started_at=batch.started_at,
         finished_at=batch.finished_at,
@@ -189,7 +192,7 @@ def _report(batch: Batch, waits_until: float | None, folders: Folders) -> BatchR
         rate=round(rate, 3),
         tokens_per_s=round(batch.output_tokens / running, 2),
         eta_s=round(left / rate, 1) if left is not None and rate > 0 else None,
-        files=[str(path) for path in published(batch, folders)],
+        files=published(batch, folders),
     )
 
 
@@ -224,12 +227,18 @@ def source(batch: Batch, folders: Folders) -> Path:
     raise UsageError(f"{places[1]} is not there any more: put it back, or submit the file anew")
 
 
-def published(batch: Batch, folders: Folders) -> list[Path]:
-    """The batch's published files, its outputs first; none before it is done."""
+def published(batch: Batch, folders: Folders) -> list[str]:
+    """Where the batch's published files are, its outputs first; none before it is done.
+
+    In `batch_outputs/` those that are there still; an object store is not asked, since `status` asks for many batches.
+    """
     if batch.state is not BatchState.DONE:
         return []
-    files = [folders.outputs / f"{batch.spec.output}{end}" for end in OUTPUT_ENDS]
-    return [file for file in files if file.exists()]
+    spec, counts = batch.spec, batch.counts
+    names = [f"{spec.output}{end}" for end in published_ends(spec, counts.failed + counts.cancelled > 0)]
+    if spec.outputs_url is not None:
+        return [f"{spec.outputs_url}/{name}" for name in names]
+    return [str(folders.outputs / name) for name in names if (folders.outputs / name).exists()]
 
 
 def missing(batch: Batch, marks: Mapping[Mark, bytes]) -> Iterator[tuple[int, int]]:
@@ -248,20 +257,23 @@ def outputs(batch: Batch, done: bytes, folders: Folders) -> Iterator[bytes]:
     """The output rows as lines in input order: the published ones, or those of the rows marked in `done`."""
     if batch.state is not BatchState.DONE:
         return _outputs_so_far(batch, done, folders)
-    file = folders.outputs / f"{batch.spec.output}.jsonl"
-    if not file.exists():
-        raise UsageError(f"{file} is not there any more: it was moved or deleted after the batch was published")
-    return _lines(file)
+    store, name = stores.of(folders, batch.spec), f"{batch.spec.output}.jsonl"
+    try:
+        return _lines(store.open(name))
+    except FileNotFoundError:
+        gone = f"{store.shown(name)} is not there any more: it was moved or deleted after the batch was published"
+        raise UsageError(gone) from None
 
 
-def _lines(file: Path) -> Iterator[bytes]:
-    with file.open("rb") as stream:
+def _lines(stream: BinaryIO) -> Iterator[bytes]:
+    with stream:
         yield from stream
 
 
 def _outputs_so_far(batch: Batch, done: bytes, folders: Folders) -> Iterator[bytes]:
     """Rows marked done, from the segments. The batch may be published at any moment, which the segments outlive."""
-    with Merge(folders.segments / batch.spec.batch, len(done) * 8, {Mark.DONE: done}) as merge:
+    name, store = batch.spec.batch, stores.of(folders, batch.spec)
+    with store.workplace(name) as place, Merge(store.segments(name, place), len(done) * 8, {Mark.DONE: done}) as merge:
         for index in set_bits(done):
             row = merge.line(index)
             if row is not None:

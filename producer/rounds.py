@@ -6,8 +6,9 @@ other batch from its turn, and an outage of Redis only delays.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from contract import sealing
 from contract.ledger import BatchSpec, Ledger
@@ -30,17 +31,25 @@ class Rounds:
         self._stop = stop
         self._notices = Notices()
         self._active: dict[str, Submission] = {}
+        self._new: deque[BatchSpec] = deque()
         self._waiting: deque[BatchSpec] = deque()
+        """Batches that had their turn, and wait for room."""
         self._outages = 0
 
     @property
     def busy(self) -> bool:
         """Is there anything to submit?"""
-        return bool(self._active or self._waiting)
+        return bool(self._active or self._lined_up)
+
+    @property
+    def _lined_up(self) -> int:
+        """How many batches wait for a place."""
+        return len(self._new) + len(self._waiting)
 
     def look(self) -> None:
         """Line up the claimed batches that are not submitted to their end, and publish those that are complete."""
-        self._line_up(self._claims.pending())
+        known = {*self._active, *(spec.batch for spec in itertools.chain(self._new, self._waiting))}
+        self._new.extend(self._claims.pending(known))
         sealing.seal_ready(self._ledger, self._settings.folders, self._settings.keep_segments_s)
 
     def advance(self) -> bool:
@@ -49,7 +58,7 @@ class Rounds:
         While others wait for a place, batches without room make way, as many as there are.
         """
         self._activate()
-        advanced, others = False, len(self._waiting)
+        advanced, others = False, self._lined_up
         for batch, submission in list(self._active.items()):
             if self._stop():
                 break
@@ -57,7 +66,7 @@ class Rounds:
             advanced |= progress is Progress.ADVANCED
             if progress in (None, Progress.FINISHED, Progress.LET_GO):
                 del self._active[batch]
-                advanced |= bool(self._waiting)
+                advanced |= bool(self._lined_up)
             elif progress is Progress.FULL and others > 0:
                 others -= 1
                 submission.close()
@@ -82,18 +91,13 @@ class Rounds:
         for submission in self._active.values():
             submission.close()
         self._active.clear()
+        self._new.clear()
         self._waiting.clear()
 
-    def _line_up(self, pending: Sequence[BatchSpec]) -> None:
-        """New batches, the oldest first, wait before those that had their turn."""
-        new = {spec.batch: spec for spec in pending if spec.batch not in self._active}
-        waited = [new.pop(spec.batch) for spec in self._waiting if spec.batch in new]
-        self._waiting = deque([*new.values(), *waited])
-
     def _activate(self) -> None:
-        """Give waiting batches the places that are free."""
-        while self._waiting and len(self._active) < ACTIVE:
-            spec = self._waiting.popleft()
+        """Give waiting batches the places that are free: new ones, the oldest first, before those that had a turn."""
+        while self._lined_up and len(self._active) < ACTIVE:
+            spec = (self._new or self._waiting).popleft()
             self._active[spec.batch] = Submission(spec, self._ledger, self._settings, self._stop)
 
     def _step(self, submission: Submission) -> Progress | None:

@@ -20,12 +20,12 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import LockError, OutOfMemoryError, ReadOnlyError, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from contract import claimed, logs, paths, queues, sealing
+from contract import claimed, logs, paths, queues, sealing, stores
 from contract.jobs import ErrorRow, PromptJob
 from contract.ledger import LOCK_S, BatchSpec, BatchState, Counts, Cursor, Ledger
 from contract.parser import Parsed, parse
-from contract.segments import SegmentWriter
 from contract.settings import ProducerSettings
+from contract.stores import Segment
 
 CHUNK_ROWS = 500
 CHUNK_BYTES = 1 << 20
@@ -83,7 +83,7 @@ class Submission:
         self._source: BinaryIO | None = None
         self._rows: Generator[Parsed, None, None] = _no_rows()
         self._queue = queues.queue(ledger.redis, spec.model, spec.priority)
-        self._errors = SegmentWriter(self._folders, spec.batch, f"producer-{socket.gethostname()}-{os.getpid()}")
+        self._errors: Segment | None = None
 
     def step(self) -> Progress:
         """Submit one chunk if there is room. After FINISHED and LET_GO the submission is closed.
@@ -106,7 +106,9 @@ class Submission:
             self._rows.close()  # its list of ids would else stay until it is collected, maybe in another thread
             self._source.close()
             self._source = None
-        self._errors.close()
+        if self._errors is not None:
+            self._errors.close()
+            self._errors = None
         with contextlib.suppress(RedisError):
             if self._lock.owned():
                 self._lock.release()
@@ -122,7 +124,7 @@ class Submission:
         if self._source is None:
             self._open()
         chunk = self._read(room)
-        self._errors.append(chunk.errors)
+        self._keep_errors(chunk.errors)
         failed = [row.index for row in chunk.errors]
         enqueue = queues.enqueuing(self._queue, chunk.jobs)
         if not self._ledger.advance(self.spec.batch, self.cursor, chunk.cursor, failed, enqueue, chunk.last):
@@ -153,6 +155,12 @@ class Submission:
                 chunk.last = False
                 break
         return chunk
+
+    def _keep_errors(self, rows: list[ErrorRow]) -> None:
+        if self._errors is None:
+            store = stores.of(self._folders, self.spec)
+            self._errors = store.segment(self.spec.batch, f"producer-{socket.gethostname()}-{os.getpid()}")
+        self._errors.append(rows)
 
     def _hold(self) -> bool:
         """Take the batch's lock, or keep it."""

@@ -6,6 +6,7 @@ scan is the truth. Waiting for room keeps no files from being claimed.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +25,8 @@ from producer.submitter import wait
 
 LEAST_SCAN_S = 0.2
 """However many events come in, scans are this far apart."""
+CLAIMING_S = 1.0
+"""Ten thousand files at once are claimed in stretches of this length, between which those claimed are submitted."""
 FULL_S = 0.1
 SLICE_S = 0.2
 """A stop is noticed after this long: a signal handler cannot wake the main thread without a risk of deadlock."""
@@ -89,7 +92,7 @@ class Watcher:
     def _scan_whatever_fails(self) -> None:
         """A full disk or a folder without permission does not end the watching."""
         try:
-            self._scan()
+            self._scan(CLAIMING_S)
             self._notices.clear("scan")
         except OSError as error:
             self._notices.warn("scan", f"scanning failed, tried again on each scan: {error}")
@@ -99,12 +102,15 @@ class Watcher:
         settled_s = max(self.settings.settle_s, LEAST_SCAN_S)
         return min(self.settings.scan_s, settled_s) if self._inbox.unsettled else self.settings.scan_s
 
-    def _scan(self) -> bool:
+    def _scan(self, claiming_s: float = math.inf) -> bool:
         self._last_scan = time.monotonic()
         self._wake.clear()
         self.settings.folders.create()
         for file, look in self._inbox.look():
             self._claim(file, look)
+            if self.stop() or time.monotonic() - self._last_scan > claiming_s:
+                self._wake.set()  # for the rest
+                break
         self._rounds.look()
         return True
 
@@ -118,7 +124,7 @@ class Watcher:
             self._notices.warn(str(file), f"cannot be claimed: {error}; tried again on each scan", file=file.name)
         except OSError as error:
             self._notices.warn(
-                str(file), f"cannot be claimed: {error.strerror}; tried again on each scan", file=file.name
+                str(file), f"cannot be claimed: {error.strerror or error}; tried again on each scan", file=file.name
             )
 
     def _sleep(self) -> None:

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable
 from importlib.metadata import version
 
-from contract import server
+from contract import server, stores
 from contract.errors import DllmError
 from contract.settings import WorkerSettings
 from worker.devices import devices
@@ -24,11 +24,18 @@ def environment(config: WorkerSettings) -> str:
 def folders(config: WorkerSettings) -> str:
     """Folders exist and can be written."""
     made = config.folders.create()
-    for folder in (made.inputs, made.segments, made.processed, made.logs):
+    for folder in (made.inputs, made.processed, made.logs):
         if not os.access(folder, os.W_OK):
             raise DllmError(f"{folder} cannot be written: change its owner or choose another --root")
     free = shutil.disk_usage(made.root).free >> 30
     return f"{made.root}, {free} GB free"
+
+
+def outputs(config: WorkerSettings) -> str:
+    """Outputs can be written where they go: in an object store a small object is put, read and deleted."""
+    store = stores.of(config.folders.create())
+    store.check()
+    return store.shown("").rstrip("/")
 
 
 def redis(config: WorkerSettings) -> str:
@@ -52,6 +59,7 @@ def _on_device(config: WorkerSettings) -> str:
 CHECKS: dict[str, Callable[[WorkerSettings], str]] = {
     "environment": environment,
     "folders": folders,
+    "outputs": outputs,
     "redis": redis,
     "model": model,
 }

@@ -111,12 +111,14 @@ def _denoise(
     # Imported here: torch and transformers take seconds, and `worker --help` should not.
     from contract.ledger import Ledger
     from contract.server import open_redis
+    from worker.answers import Answers
+    from worker.fingerprint import identity
     from worker.intake import Intake, worker_name
     from worker.loop import Loop
     from worker.model import open_model
-    from worker.outputs import Outputs
     from worker.supervisor import report
     from worker.throughput import TokenRate
+    from worker.uploads import opened as outputs_of
     from worker.watchdog import Watchdog
 
     log = logs.get(worker=worker_name(config))
@@ -126,6 +128,8 @@ def _denoise(
     opened = open_model(config)
     log.info("model_loaded", seconds=round(time.perf_counter() - started, 2), **opened.describe())
 
+    kept = config.folders.answers
+    known_as = identity(opened, kept / "fingerprints") if config.answer_cache_mb else b""
     rate = TokenRate()
 
     def vitals() -> dict[str, str | int | float]:
@@ -135,10 +139,11 @@ def _denoise(
 
     with (
         Intake(redis, ledger, config, vitals, restarts.predecessor) as intake,
-        Outputs(config.folders, ledger, intake.name) as outputs,
+        outputs_of(config.folders, ledger, intake.name) as outputs,
+        Answers(kept, config.answer_cache_mb, known_as, opened.always_samples) as answers,
         Watchdog(progress, config.step_timeout_s, intake.evidence.ended, restarts.again, log),
     ):
-        loop = Loop(intake, opened, outputs, config.grace_s, log, config.log_prompts, progress)
+        loop = Loop(intake, opened, outputs, config.grace_s, log, config.log_prompts, progress, answers)
 
         def stop() -> None:
             restarts.stop()

@@ -39,7 +39,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType, TracebackType
 from typing import Any, cast
@@ -479,16 +479,24 @@ class Intake:
 
     # Ending
 
-    def finish(self, taken: Sequence[Taken], tokens: Mapping[str, int] = MappingProxyType({})) -> int:
+    def finish(
+        self,
+        taken: Sequence[Taken],
+        tokens: Mapping[str, int] = MappingProxyType({}),
+        cached: Collection[str] = frozenset(),
+    ) -> int:
         """Their outputs are on the disk: mark the rows done and delete their jobs, in one transaction.
 
-        `tokens` is how many the outputs have, by job id. Returns how many were still ours; the others are somebody
-        else's by now and are dropped.
+        By job id: `tokens` is how many were generated, `cached` those whose answer was given before. Returns how many
+        were still ours; the others are somebody else's by now and are dropped.
         """
 
         def commands(pipe: Pipeline, row: Held) -> None:
             fence = (row.lease.lane.started, row.lease.member)
-            self._ledger.mark(pipe, row.batch, row.index, Mark.DONE, fence, tokens.get(row.lease.job_id, 0))
+            job_id = row.lease.job_id
+            self._ledger.mark(
+                pipe, row.batch, row.index, Mark.DONE, fence, tokens.get(job_id, 0), cached=job_id in cached
+            )
             self._forget_crashes(pipe, row)
             self._release(pipe, row, self._finish_script)
 

@@ -13,11 +13,13 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import structlog
 
 from contract.errors import PromptError, PromptFailure
 from contract.jobs import Completion, ErrorCode, ErrorDetail, ErrorRow, Usage, shown
+from worker.answers import Answers, Kept
 from worker.engine import Finished
 from worker.intake import Intake, Rejected, Taken
 from worker.model import Model, applied_params
@@ -28,9 +30,11 @@ from worker.restarts import poisons
 from worker.sinks import Ended, Files, Sink
 from worker.throughput import MicroBatch
 from worker.transcript import Answer, Transcript, answer
+from worker.uploads import Uploads
 
 IDLE_WAIT_S = 0.5
 DISK_WAIT_S = 0.5
+FLUSH_WAIT_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,8 @@ class Running:
     since: float
     deadline: float
     transcript: Transcript | None
+    key: str | None = None
+    """Under which its answer is kept."""
 
 
 @dataclass
@@ -54,11 +60,12 @@ class Loop:
 
     intake: Intake
     model: Model
-    outputs: Outputs
+    outputs: Outputs | Uploads
     grace_s: float
     log: structlog.stdlib.BoundLogger
     log_prompts: bool = False
     progress: Progress = field(default_factory=Progress)
+    answers: Answers = field(default_factory=Answers)
     running: dict[str, Running] = field(default_factory=dict)
     apart: deque[list[Taken]] = field(default_factory=deque)
     """Groups of a failed step, each to run without the others until the culprit is alone."""
@@ -90,14 +97,14 @@ class Loop:
 
     def idle(self) -> bool:
         """Is nothing here that has not ended and been settled?"""
-        return not (self.running or self.apart or self.unwritten)
+        return not (self.running or self.apart or self.unwritten or self.outputs.pending)
 
     # One turn
 
     def take(self) -> None:
-        """Fill the engine's room. A disk that takes no rows ends the taking of batches, until it does again."""
+        """Fill the engine's room. A disk or store that takes no rows ends the taking of batches until it does again."""
         self._drop_lost()
-        if self.unwritten:
+        if self.unwritten or self.outputs.full:
             self._take_urgent()
             if not self.running:
                 self._stop.wait(DISK_WAIT_S)
@@ -152,18 +159,19 @@ class Loop:
     def settle(self) -> None:
         """Deliver the rows that ended and end their jobs, each to its sink; those that cannot be delivered wait."""
         self.replies.flush()
-        if not self.unwritten:
+        if not (self.unwritten or self.outputs.pending):
             return
         ended, self.unwritten = self.unwritten, []
-        for sink in dict.fromkeys(one.sink for one in ended):
+        for sink in dict.fromkeys([self.files, *(one.sink for one in ended)]):
             rows = [one for one in ended if one.sink is sink]
             try:
-                self.progress.finished += sink.settle(rows)
+                settled = sink.settle(rows)
             except OSError as error:
                 self.log.error("outputs cannot be written; no more prompts are taken until they can", reason=str(error))
                 self.unwritten += rows
             else:
-                self.progress.tokens += sum(one.tokens for one in rows)
+                self.progress.finished += settled.rows
+                self.progress.tokens += settled.tokens
 
     def wind_down(self) -> None:
         """Finish what the grace time allows, give back the rest."""
@@ -172,6 +180,7 @@ class Loop:
             self.step()
             self.settle()
         self.settle()
+        self._flush(deadline)
         left = [running.taken for running in self.running.values()] + [row for group in self.apart for row in group]
         for job_id in self.running:
             self.model.engine.remove(job_id)
@@ -185,26 +194,31 @@ class Loop:
     def _admit(self, rows: Sequence[Taken]) -> None:
         for taken in rows:
             job = taken.job
-            micro_batch = self._open_micro_batch()
-            micro_batch.admit(max(0.0, taken.taken_at - job.submitted_at))
-            now = time.monotonic()
-            transcript = Transcript(self.model.tokenizer, job.params.stop) if job.stream or job.params.stop else None
-            running = Running(
-                taken, micro_batch, self._sink(taken), now, now + (job.params.timeout_s or math.inf), transcript
-            )
-            self.running[job.job_id] = running
             try:
-                self.model.engine.add(self.model.request(job.job_id, job.asked, job.params, taken.interactive))
+                request = self.model.request(job.job_id, job.asked, job.params, taken.interactive)
+                key = None if taken.interactive else self.answers.key(request.prompt_ids, job.params)
+                if kept := self.answers.find(key):
+                    self._ended(taken, self._as_before(taken, kept, request.params.seed), self._sink(taken))
+                    continue
+                self.model.engine.add(request)
             except PromptError as error:
-                self._fail(self.running.pop(job.job_id), error)
+                self._fail(self._begun(taken), error)
             except Exception as error:
                 if poisons(error):
                     raise
                 self.log.error("prompt_not_admitted", batch=taken.batch, index=taken.index, exc_info=error)
-                failure = PromptFailure(ErrorCode.MODEL_ERROR, f"{type(error).__name__}: {error}")
-                self._fail(self.running.pop(job.job_id), failure)
+                self._fail(self._begun(taken), PromptFailure(ErrorCode.MODEL_ERROR, f"{type(error).__name__}: {error}"))
             else:
+                self.running[job.job_id] = running = self._begun(taken, key)
                 running.sink.started(taken)
+
+    def _begun(self, taken: Taken, key: str | None = None) -> Running:
+        params, now = taken.job.params, time.monotonic()
+        micro_batch = self._open_micro_batch()
+        micro_batch.admit(_queued_s(taken))
+        transcript = Transcript(self.model.tokenizer, params.stop) if taken.job.stream or params.stop else None
+        deadline = now + (params.timeout_s or math.inf)
+        return Running(taken, micro_batch, self._sink(taken), now, deadline, transcript, key)
 
     def _sink(self, taken: Taken | Rejected) -> Sink:
         return self.replies if taken.interactive else self.files
@@ -236,10 +250,14 @@ class Loop:
             if found.stopped:
                 result = replace(result, token_ids=result.token_ids[: found.tokens], finish_reason="stop")
         row = self._completion(running.taken, result, found.text)
-        self.unwritten.append(Ended(running.taken, row, running.sink))
-        if self.log_prompts:
-            self.log.info("answered", batch=running.taken.batch, index=row.index, prompt=row.prompt, output=row.output)
+        self._ended(running.taken, row, running.sink)
+        self.answers.keep(running.key, row)
         self._record(running.micro_batch, result)
+
+    def _ended(self, taken: Taken, row: Completion, sink: Sink) -> None:
+        self.unwritten.append(Ended(taken, row, sink))
+        if self.log_prompts:
+            self.log.info("answered", batch=taken.batch, index=row.index, prompt=row.prompt, output=row.output)
 
     def _end_overdue(self) -> None:
         now = time.monotonic()
@@ -300,8 +318,16 @@ class Loop:
     def _spare(self) -> None:
         """This process has lost its device. Rows that ended, or were not in the step, must not be charged with it."""
         self.settle()
-        self.intake.give_back([row for group in self.apart for row in group])
+        self._flush(time.monotonic() + self.grace_s)
+        on_their_way = [ended.taken for *_, ended in self.outputs.left()]
+        self.intake.give_back(on_their_way + [row for group in self.apart for row in group])
         self.apart.clear()
+
+    def _flush(self, deadline: float) -> None:
+        """Wait for what the store has not taken and published yet."""
+        while self.outputs.pending and time.monotonic() < deadline and not self._stop_now.is_set():
+            self.outputs.wait(FLUSH_WAIT_S)
+            self.settle()
 
     def _drop_lost(self) -> None:
         """Rows that somebody else has by now would only be dropped at the end."""
@@ -327,9 +353,9 @@ class Loop:
             notes=list(result.plan.notes),
             usage=Usage(prompt_tokens=result.prompt_tokens, completion_tokens=len(result.token_ids)),
             model=self.model.name,
-            params=applied_params(result) | job.params.model_dump(include={"stop", "timeout_s"}, exclude_defaults=True),
+            params=applied_params(result) | _told(taken),
             timing={
-                "queued_s": round(max(0.0, taken.taken_at - job.submitted_at), 3),
+                "queued_s": round(_queued_s(taken), 3),
                 "denoise_s": round(result.seconds, 3),
             },
             denoise={
@@ -338,6 +364,26 @@ class Loop:
                 "tokens_per_forward": round(result.tokens_per_forward, 3),
             },
             worker=self.intake.name,
+            metadata=job.metadata,
+        )
+
+    def _as_before(self, taken: Taken, kept: Kept, seed: int | None) -> Completion:
+        """The row of an answer that was given before: nothing was denoised for it."""
+        job = taken.job
+        return Completion(
+            index=job.index,
+            id=job.id,
+            prompt=shown(job.asked),
+            output=kept.output,
+            finish_reason=kept.finish_reason,
+            notes=kept.notes,
+            usage=kept.usage,
+            model=self.model.name,
+            params=kept.params | {"seed": seed} | _told(taken),
+            timing={"queued_s": round(_queued_s(taken), 3), "denoise_s": 0.0},
+            denoise={"steps": 0, "forwards": 0, "tokens_per_forward": 0.0},
+            worker=self.intake.name,
+            cached=True,
             metadata=job.metadata,
         )
 
@@ -359,3 +405,12 @@ class Loop:
             self._micro_batch = None
         record = micro_batch.record(self.model.engine.stats)
         self.log.info("batch_throughput", **record, peak_memory_mb=self.model.peak_memory_mb(), **self.model.place())
+
+
+def _queued_s(taken: Taken) -> float:
+    return max(0.0, taken.taken_at - taken.job.submitted_at)
+
+
+def _told(taken: Taken) -> dict[str, Any]:
+    """What the row was told and the engine was not."""
+    return taken.job.params.model_dump(include={"stop", "timeout_s"}, exclude_defaults=True)

@@ -17,7 +17,7 @@ from contract.jobs import Prompt
 from contract.paths import Folders
 from contract.sampling import SamplingParams
 from contract.settings import WorkerSettings
-from worker.engine import AnyEngine, AnyLoaded, Finished, Plan, Request, engine_of, load
+from worker.engine import AnyEngine, AnyLoaded, Finished, Loaded, Plan, Request, engine_of, load
 from worker.tokenizing import Tokenizer
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -34,6 +34,13 @@ class Model:
     engine: AnyEngine
     tokenizer: Tokenizer
     loaded: AnyLoaded
+    folder: Path
+    """Where the checkpoint's files lie."""
+
+    @property
+    def always_samples(self) -> bool:
+        """Random canvases draw their tokens, whatever the temperature."""
+        return not isinstance(self.loaded, Loaded)
 
     def describe(self) -> dict[str, Any]:
         """Facts for logs and checks."""
@@ -118,7 +125,7 @@ def open_model(settings: WorkerSettings) -> Model:
     )
     limits = (settings.max_rows, settings.max_step_tokens, settings.prefix_cache_mb)
     engine = engine_of(loaded, *limits, urgent_rows=settings.interactive_rows)
-    return Model(settings.queue_model, engine, tokenizer, loaded)
+    return Model(settings.queue_model, engine, tokenizer, loaded, folder)
 
 
 def applied_params(finished: Finished) -> dict[str, Any]:

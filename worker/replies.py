@@ -11,7 +11,7 @@ from typing import Any
 
 from contract.interactive import Kind, Reply, fields_of
 from worker.intake import Intake, Rejected, Taken
-from worker.sinks import Ended
+from worker.sinks import Ended, Settled
 from worker.transcript import Transcript
 
 
@@ -43,7 +43,7 @@ class Replies:
         if unsent and self._intake.tell([(stream, fields) for stream, fields in unsent if stream]):
             self._unsent.clear()
 
-    def settle(self, ended: Sequence[Ended]) -> int:
+    def settle(self, ended: Sequence[Ended]) -> Settled:
         self.flush()
         over = [one.taken for one in ended]
         self._unsent = [told for told in self._unsent if told[0] not in over]  # their last reply says it all
@@ -51,7 +51,8 @@ class Replies:
         failed = [one for one in ended if one.error]
         if failed:
             self._intake.answer([(one.taken, _last(one, "failed")) for one in failed])
-        return self._intake.answer([(one.taken, _last(one, "done")) for one in answered])
+        rows = self._intake.answer([(one.taken, _last(one, "done")) for one in answered])
+        return Settled(rows, sum(one.tokens for one in answered))
 
     def _tell(self, taken: Taken, kind: Kind, data: Mapping[str, Any]) -> None:
         self._unsent.append((taken, _fields(taken, kind, data)))

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from contract.errors import PromptError
 from contract.jobs import Completion, Row
 from worker.intake import Intake, Rejected, Taken
 from worker.outputs import Outputs
 from worker.transcript import Transcript
+from worker.uploads import Uploads
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,15 @@ class Ended:
 
     @property
     def tokens(self) -> int:
-        """Those of its answer."""
-        return self.row.usage.completion_tokens if isinstance(self.row, Completion) else 0
+        """Those that were generated for it."""
+        return self.row.usage.completion_tokens if isinstance(self.row, Completion) and not self.row.cached else 0
+
+
+class Settled(NamedTuple):
+    """How many rows with an answer were still ours, and the tokens of all answers."""
+
+    rows: int
+    tokens: int
 
 
 class Sink(Protocol):
@@ -40,17 +48,17 @@ class Sink(Protocol):
     def progressed(self, taken: Taken, transcript: Transcript, seconds: float) -> None:
         """More of its answer is final, after `seconds` in the engine."""
 
-    def settle(self, ended: Sequence[Ended]) -> int:
-        """Deliver the rows and end their jobs; returns how many with an answer were still ours.
+    def settle(self, ended: Sequence[Ended]) -> Settled:
+        """Deliver the rows and end the jobs of those that are delivered by now; tells of these.
 
         Raises OSError: then nothing of them is lost, and all are to be settled again later.
         """
 
 
 class Files:
-    """The rows of batches: on the disk before their jobs end; then complete batches are published."""
+    """The rows of batches: on the disk, or in the store, before their jobs end; then complete batches are published."""
 
-    def __init__(self, outputs: Outputs, intake: Intake) -> None:
+    def __init__(self, outputs: Outputs | Uploads, intake: Intake) -> None:
         self._outputs = outputs
         self._intake = intake
 
@@ -60,13 +68,18 @@ class Files:
     def progressed(self, taken: Taken, transcript: Transcript, seconds: float) -> None:
         """Nobody looks."""
 
-    def settle(self, ended: Sequence[Ended]) -> int:
-        self._outputs.write([(one.taken.batch, one.row) for one in ended])
-        answered = {one.taken.job.job_id: one for one in ended if isinstance(one.taken, Taken) and not one.error}
-        rows = [one.taken for one in answered.values() if isinstance(one.taken, Taken)]
-        finished = self._intake.finish(rows, {job_id: one.tokens for job_id, one in answered.items()})
-        for one in ended:
+    def settle(self, ended: Sequence[Ended]) -> Settled:
+        durable = [one for *_, one in self._outputs.write([(one.taken.batch, one.row, one) for one in ended])]
+        answered = [one for one in durable if isinstance(one.taken, Taken) and not one.error]
+        tokens = {_job_id(one): one.tokens for one in answered}
+        cached = {_job_id(one) for one in answered if isinstance(one.row, Completion) and one.row.cached}
+        finished = self._intake.finish([one.taken for one in answered if isinstance(one.taken, Taken)], tokens, cached)
+        for one in durable:
             if one.error:
                 self._intake.fail(one.taken, one.error)
-        self._outputs.sealed_if_complete(one.taken.batch for one in ended)
-        return finished
+        self._outputs.sealed_if_complete(one.taken.batch for one in durable)
+        return Settled(finished, sum(tokens.values()))
+
+
+def _job_id(ended: Ended) -> str:
+    return f"{ended.taken.batch}-{ended.taken.index}"

@@ -32,7 +32,9 @@ def init(
             display.answer(json.dumps({"written": [str(file) for file, new in written.items() if new]}, indent=2))
             return
         for file, new in written.items():
-            display.answer(f"{display.near(file)}  {'written' if new else 'is there already: --force writes over it'}")
+            display.answer(
+                f"{display.near(str(file))}  {'written' if new else 'is there already: --force writes over it'}"
+            )
 
 
 def stop_server(as_json: Json = False, root: Root = None, redis_url: RedisUrl = None, debug: Debug = False) -> None:

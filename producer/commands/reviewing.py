@@ -139,7 +139,7 @@ def _answer_results(
     found: Batch, marks: dict[Mark, bytes], rows: Iterator[bytes], output_file: Path | None, session: Session
 ) -> None:
     """One JSON document, written as its rows come; without them where they go to a file."""
-    counts, files = found.counts, [str(file) for file in report.published(found, session.folders)]
+    counts, files = found.counts, report.published(found, session.folders)
     head = {"batch": found.spec.batch, "state": found.state, "files": files, **counts.model_dump()}
     left = counts.submitted - sum(byte.bit_count() for bits in marks.values() for byte in bits)
     display.answer(json.dumps(head)[:-1] + f', "missing": {{"rows": {left}, "ranges": [')

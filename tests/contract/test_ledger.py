@@ -13,6 +13,7 @@ from redis.exceptions import ResponseError
 
 from contract.ledger import BatchSpec, BatchState, Counts, Cursor, Ledger, Mark
 from contract.sampling import SamplingParams
+from tests.conftest import batch_spec
 
 END = Cursor(offset=9, line=4, index=3)
 
@@ -242,3 +243,24 @@ def test_an_error_while_reopening_leaves_the_batch_closed(ledger: Ledger, redis:
         ledger.reopen(batch, [0], dying)
     assert ledger.get(batch).state is BatchState.DONE  # type: ignore[union-attr]
     assert ledger.marks([("b", 0)]) == [Mark.FAILED]
+
+
+def test_a_glance_says_of_each_open_batch_how_it_stands_and_whether_it_is_complete(
+    ledger: Ledger, submit: Callable[..., str], redis: Redis
+) -> None:
+    for batch in ("running", "complete", "published"):
+        submit(2, batch=batch)
+    ledger.create(batch_spec(batch="read"))
+    with redis.pipeline() as pipe:
+        for batch, mark in (("running", Mark.DONE), ("complete", Mark.DONE), ("published", Mark.DONE)):
+            ledger.mark(pipe, batch, 0, mark)
+        for batch, mark in (("complete", Mark.CANCELLED), ("published", Mark.FAILED)):
+            ledger.mark(pipe, batch, 1, mark)
+        pipe.execute()
+    ledger.close("published")
+    redis.sadd("dllm:open", "nobody")
+    assert sorted(ledger.glance()) == [
+        ("complete", BatchState.RUNNING, True),
+        ("read", BatchState.SUBMITTING, False),
+        ("running", BatchState.RUNNING, False),
+    ]

@@ -13,7 +13,7 @@ import pytest
 from redis import Redis
 from rq.job import Job
 
-from contract import merging, paths, sealing
+from contract import merging, paths, sealing, stores
 from contract.errors import PromptFailure, UsageError
 from contract.jobs import ErrorCode, Row
 from contract.ledger import BatchState, Counts, Ledger, Mark
@@ -245,7 +245,7 @@ STEPS: list[tuple[Any, str, int]] = [
     (paths, "move", 0),
     (Path, "rmdir", 0),
     (Ledger, "close", 0),
-    (sealing, "_remove", 0),
+    (stores.Disk, "clear", 0),
 ]
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,11 @@ from typer.testing import CliRunner
 
 from contract import sealing
 from contract.jobs import ErrorRow, PromptJob
-from contract.ledger import BatchSpec, Ledger
+from contract.ledger import BatchSpec, BatchState, Ledger
 from contract.paths import Folders
 from contract.queues import queue
 from contract.settings import ProducerSettings
+from producer import watcher
 from producer.claims import Claims
 from producer.cli import app
 from producer.submitter import submit as submit_claimed
@@ -96,3 +99,29 @@ def notices(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Events logged by the code under test, as dictionaries."""
     with capture_logs() as events:
         yield events
+
+
+@pytest.fixture
+def watching(redis: Redis, producer_settings: Callable[..., ProducerSettings], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`with watching(): …` has a watcher run in a thread; it stops, and must end, at the end of the block."""
+    monkeypatch.setattr(watcher, "LEAST_SCAN_S", 0.02)
+
+    @contextmanager
+    def run(**values: Any) -> Iterator[watcher.Watcher]:
+        told = threading.Event()
+        watching = watcher.Watcher(producer_settings(**values), Ledger(redis), told.is_set)
+        thread = threading.Thread(target=watching.run, daemon=True)
+        thread.start()
+        try:
+            yield watching
+        finally:
+            told.set()
+            thread.join(10)
+            assert not thread.is_alive()
+
+    return run
+
+
+def submitted(ledger: Ledger, count: int) -> Callable[[], bool]:
+    """Are there `count` batches, all of them submitted?"""
+    return lambda: [batch.state for batch in ledger.newest(1000)] == [BatchState.RUNNING] * count

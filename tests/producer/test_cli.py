@@ -43,6 +43,8 @@ COMMANDS = [
     "retry",
     "rerun",
     "cancel",
+    "export",
+    "delete",
     "doctor",
     "init",
     "serve",

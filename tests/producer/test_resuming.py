@@ -24,6 +24,7 @@ from contract.ledger import Batch, BatchState, Ledger
 from contract.paths import Folders
 from contract.segments import SegmentWriter
 from contract.settings import ProducerSettings, WorkerSettings
+from producer import claims
 from producer.claims import Claims, content
 from tests.conftest import batch_spec, completion_row, failure_row, waiting_ids
 from tests.producer.conftest import PRODUCER
@@ -282,15 +283,16 @@ def test_a_batch_that_is_made_while_ours_is_copied_is_the_one_that_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     slow, quick = (Claims(producer_settings(), ledger) for _ in range(2))
-    copy, made = shutil.copyfile, []
+    copy, made = claims.copy_some, []
 
-    def slowly(source: Path, target: Path) -> None:
-        copy(source, target)
+    def slowly(source: Path, target: Path, most: int) -> int:
+        size = copy(source, target, most)
         if not made:
             made.append(None)
             made.append(quick.snapshot(file))
+        return size
 
-    monkeypatch.setattr("producer.claims.shutil.copyfile", slowly)
+    monkeypatch.setattr("producer.claims.copy_some", slowly)
     assert slow.snapshot_once(file) == (made[1], False)
     first = made[1]
     assert [folder.name for folder in folders.claimed.iterdir()] == [first.batch]
@@ -317,11 +319,12 @@ def test_a_file_that_grows_while_it_is_copied_leaves_nothing(
     producer_settings: Callable[..., ProducerSettings],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def growing(source: Path, target: Path) -> None:
-        target.write_bytes(source.read_bytes())
+    def growing(source: Path, target: Path, most: int) -> int:
+        size = target.write_bytes(source.read_bytes())
         source.write_text("more")
+        return size
 
-    monkeypatch.setattr("producer.claims.shutil.copyfile", growing)
+    monkeypatch.setattr("producer.claims.copy_some", growing)
     with pytest.raises(DllmError, match="is being written"):
         Claims(producer_settings(), ledger).snapshot_once(file)
     assert ledger.newest() == []

@@ -6,8 +6,7 @@ import os
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,40 +18,13 @@ from contract.ledger import BatchState, Ledger, Mark
 from contract.paths import Folders
 from contract.settings import ProducerSettings
 from producer import rounds
-from producer import watcher as module
 from producer.claims import Claims, Look
 from producer.watcher import Watcher
-from tests.producer.conftest import PRODUCER, Faulty
+from tests.producer.conftest import PRODUCER, Faulty, submitted
 
 Watching = Callable[..., Any]
 Wait = Callable[..., None]
 Queued = Callable[..., list[PromptJob]]
-
-
-@pytest.fixture
-def watching(redis: Redis, producer_settings: Callable[..., ProducerSettings], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`with watching(): …` has a watcher run in a thread; it stops, and must end, at the end of the block."""
-    monkeypatch.setattr(module, "LEAST_SCAN_S", 0.02)
-
-    @contextmanager
-    def run(**values: Any) -> Iterator[Watcher]:
-        told = threading.Event()
-        watcher = Watcher(producer_settings(**values), Ledger(redis), told.is_set)
-        thread = threading.Thread(target=watcher.run, daemon=True)
-        thread.start()
-        try:
-            yield watcher
-        finally:
-            told.set()
-            thread.join(10)
-            assert not thread.is_alive()
-
-    return run
-
-
-def submitted(ledger: Ledger, count: int) -> Callable[[], bool]:
-    """Are there `count` batches, all of them submitted?"""
-    return lambda: [batch.state for batch in ledger.newest(1000)] == [BatchState.RUNNING] * count
 
 
 def test_a_dropped_file_is_submitted(

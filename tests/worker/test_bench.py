@@ -23,7 +23,7 @@ from contract.sampling import SamplingParams
 from contract.settings import WorkerSettings
 from tests.canvas_checkpoint import diffusion_gemma
 from tests.checkpoints import MASK, a2d_qwen3, llada, llama_block, modernbert, nemotron, sdar, stable_diffcoder, wedlm
-from worker.bench import prompts, scale, series
+from worker.bench import prompts, scale
 from worker.bench.autoregressive import Autoregressive
 from worker.bench.causal import Causal
 from worker.bench.command import Task, measure
@@ -168,12 +168,6 @@ def test_the_report_divides_the_right_sums(workload: Workload) -> None:
     assert document["host_share"] == 0.1
     assert document["step_ms"] == 1250.0
     assert document["matmul_peak_share"] == pytest.approx(window.rate / best.rate, abs=1e-3)
-
-
-def test_outliers_are_marked_and_kept() -> None:
-    assert series.outliers([10.0, 10.2, 9.9, 10.1, 3.0]) == [4]
-    assert series.outliers([10.0, 3.0, 10.0]) == []
-    assert series.summary([1.0, 2.0, 9.0])["median"] == 2.0
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 32, 96, 100])

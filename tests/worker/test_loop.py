@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import structlog
 from redis import Redis
 
 from contract.cancelling import cancel
-from contract.jobs import Message, PromptJob, Row
+from contract.jobs import Message, PromptJob
 from contract.ledger import BatchSpec, Counts, Cursor, Ledger
 from contract.paths import Folders
 from contract.queues import enqueuing, queue
@@ -138,14 +138,14 @@ class FullDisk:
         self._outputs = outputs
         self.refusals = refusals
 
-    def write(self, rows: Sequence[tuple[str, Row]]) -> None:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._outputs, name)
+
+    def write(self, rows: Sequence[Any]) -> Sequence[Any]:
         if self.refusals:
             self.refusals -= 1
             raise OSError(errno.ENOSPC, "No space left on device")
-        self._outputs.write(rows)
-
-    def sealed_if_complete(self, batches: Iterable[str]) -> list[str]:
-        return self._outputs.sealed_if_complete(batches)
+        return self._outputs.write(rows)
 
 
 def test_every_prompt_ends_in_one_output_row_in_input_order(

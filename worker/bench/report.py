@@ -9,9 +9,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from contract.series import summary
 from worker.bench.driving import Pass
 from worker.bench.peak import Product, Window
-from worker.bench.series import summary
 from worker.engine import EngineStats
 
 PHASES = ("prefill", "denoise", "commit", "logits", "host")

@@ -12,11 +12,11 @@ from rich.table import Table
 
 from contract.errors import BadPrompt, UsageError, nearest
 from contract.sampling import SamplingParams, parse_params
+from contract.series import summary
 from worker.bench.base import load_base
 from worker.bench.driving import Pass, continuous
 from worker.bench.memory import peak_mb, reset_peak
 from worker.bench.quality import agreement, full_step, mean_log_likelihood
-from worker.bench.series import summary
 from worker.bench.systems import Workload, shortened
 from worker.engine import Loaded, Request
 

@@ -1,4 +1,4 @@
-"""Values of several rounds: their median, and those that stand out."""
+"""Values of several rounds, for the benchmarks of both sides: their median, and those that stand out."""
 
 from __future__ import annotations
 
