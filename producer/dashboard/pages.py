@@ -30,6 +30,7 @@ BATCHES = 25
 LARGE = 100_000
 """Rows of a batch from which on finding one output among them takes longer than a page may."""
 LARGEST_FORM = 16_384
+MOST_FIELDS = 10
 router = APIRouter()
 
 
@@ -40,7 +41,10 @@ async def _form(request: Request) -> dict[str, str]:
         body += chunk
         if len(body) > LARGEST_FORM:
             raise Refused(413, "the form is too large")
-    fields = parse_qs(body.decode("utf-8", "replace"), keep_blank_values=True, max_num_fields=10)
+    try:
+        fields = parse_qs(body.decode("utf-8", "replace"), keep_blank_values=True, max_num_fields=MOST_FIELDS)
+    except ValueError:
+        raise Refused(400, "the form has too many fields") from None
     return {name: values[0] for name, values in fields.items()}
 
 

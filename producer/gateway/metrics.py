@@ -5,14 +5,14 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from producer.gateway.auth import Asking
 
 router = APIRouter(tags=["health"])
 
 
-@router.get("/metrics", summary="Queues, batches, workers and Redis, for Prometheus")
+@router.get("/metrics", summary="Queues, batches, workers and Redis, for Prometheus", response_class=PlainTextResponse)
 def metrics(request: Request, caller: Asking) -> Response:
     """The text format, or OpenMetrics where it is asked for."""
     return exposition(request.app.state.registry, request)

@@ -217,6 +217,7 @@ def test_only_a_form_of_ours_with_actions_allowed_queues_rows_again(
     for origin in (None, "null", "http://attacker.example", "http://localhost:8081"):
         assert post(client, "/retry", form, origin).status_code == 403, origin
     assert post(client, "/retry", {**form, "x": "y" * 20_000}).status_code == 413
+    assert post(client, "/retry", {**form, **{str(number): "" for number in range(10)}}).status_code == 400
     assert post(client, "/retry", {**form, "code": "nonsense"}).status_code == 400
     assert waiting_ids(redis) == []
     answer = post(client, "/retry", form)
