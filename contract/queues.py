@@ -462,13 +462,6 @@ def failed_jobs(redis: Connection, target: Queue, batch: str, indices: Sequence[
     return [index for index, score, data in found if score is not None and data]
 
 
-class Failure(NamedTuple):
-    """Why and when a job failed, as RQ keeps it: `code: message`, and a time as text."""
-
-    reason: str
-    ended_at: str
-
-
 def newest_failed(redis: Connection, targets: Sequence[Queue], count: int) -> tuple[list[str], int]:
     """Ids of the newest `count` failed jobs of the queues, the newest first, and how many failed jobs there are."""
     with redis.pipeline(transaction=False) as pipe:
@@ -484,17 +477,14 @@ def newest_failed(redis: Connection, targets: Sequence[Queue], count: int) -> tu
     return [job_id for _, job_id in sorted(found, reverse=True)[:count]], total
 
 
-def failures(redis: Connection, job_ids: Sequence[str]) -> dict[str, Failure]:
-    """Those of `job_ids` that have failed jobs; one round trip, and no prompts in it."""
+def failures(redis: Connection, job_ids: Sequence[str]) -> dict[str, str]:
+    """Why those of `job_ids` failed that have failed jobs, as `code: message`; one round trip, and no prompts in it."""
     with redis.pipeline(transaction=False) as pipe:
         for job_id in job_ids:
-            pipe.hmget(Job.key_for(job_id), ["exc_info", "ended_at"])
+            pipe.hget(Job.key_for(job_id), "exc_info")
         answers = pipe.execute(raise_on_error=False)
-    return {
-        job_id: Failure(_unpacked(answer[0]), (answer[1] or b"").decode(errors="replace"))
-        for job_id, answer in zip(job_ids, answers, strict=True)
-        if isinstance(answer, list) and answer[0] is not None
-    }
+    found = zip(job_ids, answers, strict=True)
+    return {job_id: _unpacked(reason) for job_id, reason in found if isinstance(reason, bytes)}
 
 
 def _unpacked(text: bytes) -> str:

@@ -36,7 +36,6 @@ class Failing:
     message: str
     id: str | None = None
     prompt: str = ""
-    ended_at: str = ""
 
     @property
     def remedy(self) -> str:
@@ -100,9 +99,9 @@ def causes(batch: Batch, ledger: Ledger, folders: Folders) -> tuple[list[tuple[s
     return counted.most_common(), len(indices) if len(indices) == SCANNED else None
 
 
-def of_row(batch: Batch, index: int, ledger: Ledger) -> Failing | None:
+def of_row(batch: str, index: int, ledger: Ledger) -> Failing | None:
     """A failed row; None where there is no job of it."""
-    (row,) = _with_prompts(_rows(batch.spec.batch, [index], ledger), ledger)
+    (row,) = _with_prompts(_rows(batch, [index], ledger), ledger)
     return row if row.id is not None else None
 
 
@@ -145,11 +144,11 @@ def _rows(batch: str, indices: Sequence[int], ledger: Ledger) -> list[Failing]:
     ]
 
 
-def _failing(job_id: str, why: queues.Failure) -> Failing:
+def _failing(job_id: str, why: str) -> Failing:
     batch, _, index = job_id.rpartition("-")
-    code, _, message = why.reason.partition(": ")
+    code, _, message = why.partition(": ")
     number = int(index) if index.isascii() and index.isdecimal() else 0
-    return Failing(batch, number, code or UNREADABLE, message, ended_at=why.ended_at)
+    return Failing(batch, number, code or UNREADABLE, message)
 
 
 def _with_prompts(rows: Sequence[Failing], ledger: Ledger) -> list[Failing]:

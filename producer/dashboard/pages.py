@@ -77,6 +77,8 @@ def batch_or_prompt(request: Request, here: Here, viewer: Viewing, batch: str, a
     """A batch's page at its id, a prompt's at `BATCH:INDEX`, as `producer logs` has them."""
     subject = Subject.of(batch)
     found = report.find(subject.batch, here.ledger)
+    if subject.index is not None and subject.index >= found.counts.submitted:
+        raise Refused(404, f"so far this batch has {found.counts.submitted:,} rows, the first of which is 0")
     if subject.index is None:
         return _batch(request, here, viewer, found, max(-1, after))
     return _prompt(request, here, viewer, found, subject)
@@ -92,7 +94,6 @@ def _batch(request: Request, here: Dashboard, viewer: Viewer, found: Batch, afte
         here,
         viewer,
         batch=report.batch_reports([found], here.ledger, folders)[0],
-        spec=found.spec,
         causes=causes,
         among=among,
         failed=failing.of_batch(found, after, here.ledger),
@@ -105,7 +106,7 @@ def _prompt(request: Request, here: Dashboard, viewer: Viewer, found: Batch, sub
     folders, index = here.settings.folders, subject.index or 0
     (mark,) = here.ledger.marks([(subject.batch, index)])
     (job,) = queues.prompts(here.ledger.redis, subject.batch, [index])
-    failed = failing.of_row(found, index, here.ledger) if mark is Mark.FAILED else None
+    failed = failing.of_row(subject.batch, index, here.ledger) if mark is Mark.FAILED else None
     if failed is None and (mark is None or (found.counts.total or 0) <= LARGE):
         told = stories.standing(subject, found, here.ledger, folders)
     else:
@@ -116,7 +117,6 @@ def _prompt(request: Request, here: Dashboard, viewer: Viewer, found: Batch, sub
         here,
         viewer,
         subject=subject,
-        job=job,
         text=failing.whole(job).split("\n") if job else [],
         told=told,
         failed=failed,
