@@ -42,13 +42,13 @@ class Story:
     whole: bool
 
 
-def story(subject: Subject, folder: Path, since: float) -> Story:
+def story(subject: Subject, folder: Path, since: float, within_s: float = SECONDS) -> Story:
     """What happened since `since`, seconds since the epoch."""
     kept: deque[Event] = deque(maxlen=MOST)
     count = 0
     with AT_A_TIME:
         try:
-            for event in _events(subject, folder, since):
+            for event in _events(subject, folder, since, within_s):
                 kept.append(_event(event))
                 count += 1
         except _Late:
@@ -56,8 +56,8 @@ def story(subject: Subject, folder: Path, since: float) -> Story:
     return Story(list(kept), count <= MOST)
 
 
-def _events(subject: Subject, folder: Path, since: float) -> Iterator[Mapping[str, Any]]:
-    needle, until = json.dumps(subject.batch).encode(), time.monotonic() + SECONDS
+def _events(subject: Subject, folder: Path, since: float, within_s: float) -> Iterator[Mapping[str, Any]]:
+    needle, until = json.dumps(subject.batch).encode(), time.monotonic() + within_s
 
     def wanted(line: bytes) -> bool:
         if time.monotonic() > until:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 import zlib
 from collections.abc import Callable
+from datetime import UTC, datetime
 from html.parser import HTMLParser
 from typing import Any
 from urllib.parse import quote
@@ -25,9 +27,10 @@ from contract.ledger import Ledger, Mark
 from contract.paths import Folders
 from contract.queues import connect, payload, prompts, queue
 from contract.settings import ProducerSettings
-from producer.dashboard import caching, failing
+from producer.dashboard import caching, failing, telling
 from producer.dashboard.app import create_app
 from producer.gateway import keys
+from producer.story import Subject
 from tests.conftest import batch_spec, failure_row, waiting_ids
 
 HERE = "http://localhost:8080"
@@ -162,7 +165,7 @@ def test_without_a_key_only_this_machine_may_look(page: Page) -> None:
 
 
 def test_a_key_is_given_once_and_the_cookie_ends_with_it(
-    page: Page, producer_settings: Callable[..., ProducerSettings]
+    page: Page, producer_settings: Callable[..., ProducerSettings], wait_until: Callable[..., None]
 ) -> None:
     file = keys.place(producer_settings())
     key = keys.make(file, "alice", None, None)
@@ -189,8 +192,7 @@ def test_a_key_is_given_once_and_the_cookie_ends_with_it(
     stranger.cookies.set("dllm-dashboard", cookie)
     assert stranger.get("/").status_code == 401
     keys.revoke(file, "alice")
-    client.app.state.dashboard.access._read_at = float("-inf")  # type: ignore[attr-defined]
-    assert client.get("/").status_code == 401
+    wait_until(lambda: client.get("/").status_code == 401)
 
 
 def test_logging_out_forgets_the_cookie(page: Page, producer_settings: Callable[..., ProducerSettings]) -> None:
@@ -329,3 +331,22 @@ def test_an_outage_is_told(producer_settings: Callable[..., ProducerSettings]) -
     answer = client.get("/batches/b")
     assert answer.status_code == 503
     assert "Redis does not answer" in answer.text
+
+
+def test_a_story_is_as_long_as_a_page_and_read_once(page: Page, submit: Callable[..., str], folders: Folders) -> None:
+    submit(1)
+    stamp = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+    lines = [
+        json.dumps(
+            {"timestamp": stamp, "event": "prompt_retried", "batch": "b", "index": 0, "reason": f"{HOSTILE} {number}"}
+        )
+        for number in range(telling.MOST + 1)
+    ]
+    (folders.logs / "worker-w.jsonl").write_text("\n".join(lines) + "\n")
+    client = page()
+    text = client.get("/batches/b:0").text
+    assert text.count("prompt_retried") == telling.MOST
+    assert "producer logs b:0" in text
+    assert "<script>alert" not in text
+    assert "prompt_retried" not in client.get("/batches/b", headers={"x-live": "1"}).text
+    assert telling.story(Subject("b", 0), folders.logs, 0.0, within_s=-1.0) == telling.Story([], False)
