@@ -48,7 +48,7 @@ def record(spec: BatchSpec, ledger: Ledger, folders: Folders) -> None:
     """The last step of a claim: the ledger learns of the batch."""
     fsync_folder(folders.claimed / spec.batch)
     ledger.create(spec)
-    logs.get(batch=spec.batch).info("batch created", file=spec.source, output=spec.output, model=spec.model)
+    logs.get(batch=spec.batch).info("batch_created", file=spec.source, output=spec.output, model=spec.model)
 
 
 def adopt(spec: BatchSpec, ledger: Ledger, folders: Folders) -> BatchSpec:
@@ -56,7 +56,7 @@ def adopt(spec: BatchSpec, ledger: Ledger, folders: Folders) -> BatchSpec:
     if _published(spec.output, folders) or not ledger.reserve_output(spec.batch, _folded(spec.output)):
         spec = spec.model_copy(update={"output": reserve_output(spec.output, spec.batch, ledger, folders)})
         write_manifest(spec, folders)
-    logs.get(batch=spec.batch).info("claimed file found that no batch was recorded for", file=spec.source)
+    logs.get(batch=spec.batch).info("claim_adopted", file=spec.source)
     record(spec, ledger, folders)
     return spec
 

@@ -22,7 +22,7 @@ import itertools
 import json
 import shutil
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -39,6 +39,7 @@ from contract.ledger import LOCK_S, Batch, BatchState, Ledger, Mark
 from contract.merging import Merge, is_set, set_bits, union, without_index
 from contract.paths import Folders
 from contract.queues import enqueuing, failed_jobs, queue, requeuing
+from contract.ranges import written
 from contract.summary import Summary
 
 PUT_BACK = "00-published.jsonl"
@@ -61,7 +62,7 @@ def seal_ready(ledger: Ledger, folders: Folders) -> list[str]:
             if seal(batch.spec.batch, ledger, folders):
                 sealed.append(batch.spec.batch)
         except (OSError, DllmError, ValueError) as error:
-            logs.get(batch=batch.spec.batch).error("cannot publish the batch; will be tried again", reason=str(error))
+            logs.get(batch=batch.spec.batch).error("publishing_failed", reason=str(error))
     _clear_leftovers(ledger, folders)
     return sealed
 
@@ -83,11 +84,11 @@ def seal(batch: str, ledger: Ledger, folders: Folders) -> bool:
             lease.hold()
             ledger.close(batch, processed)
         except _LeaseLost:
-            logs.get(batch=batch).warning("sealing took too long and was taken over by another process")
+            logs.get(batch=batch).warning("sealing_taken_over")
             return False
     counts = record.counts
     logs.get(batch=batch).info(
-        "batch published",
+        "batch_published",
         output=record.spec.output,
         done=counts.done,
         failed=counts.failed,
@@ -145,6 +146,7 @@ def retry(
             chunk = indices[start : start + REOPEN_CHUNK]
             lease.hold()
             ledger.reopen(batch, chunk, requeuing(redis, target, [f"{batch}-{index}" for index in chunk]))
+            _tell_requeued(batch, chunk)
     return len(indices)
 
 
@@ -163,8 +165,13 @@ def reinstate(batch: str, jobs: Iterable[PromptJob], ledger: Ledger, folders: Fo
                 _put_back(record, ledger, folders, lease)
             lease.hold()
             ledger.reopen(batch, [job.index for job in chunk], enqueuing(target, chunk), Mark.CANCELLED)
+            _tell_requeued(batch, [job.index for job in chunk])
             count += len(chunk)
     return count
+
+
+def _tell_requeued(batch: str, indices: Sequence[int]) -> None:
+    logs.get(batch=batch).info("rows_requeued", indices={batch: written(indices)}, rows=len(indices))
 
 
 @contextlib.contextmanager
@@ -240,10 +247,10 @@ def _admit_losses(merge: Merge, record: Batch, ledger: Ledger) -> None:
     batch = record.spec.batch
     lost_outputs, lost_errors = merge.missing(Mark.DONE), merge.missing(Mark.FAILED)
     if lost_outputs:
-        logs.get(batch=batch).error("outputs were lost from the disk", rows=len(lost_outputs), first=lost_outputs[0])
+        logs.get(batch=batch).error("outputs_lost", rows=len(lost_outputs), first=lost_outputs[0])
         ledger.lose(batch, lost_outputs)
     if lost_errors:
-        logs.get(batch=batch).error("error rows were lost from the disk", rows=len(lost_errors), first=lost_errors[0])
+        logs.get(batch=batch).error("error_rows_lost", rows=len(lost_errors), first=lost_errors[0])
 
 
 def _without_output(bitmaps: dict[Mark, bytes]) -> bytes:

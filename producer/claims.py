@@ -171,7 +171,7 @@ class Claims:
         """The claim is on its way, or was published, or died before it began; or a source was taken from under us."""
         if batch is not None and batch.state is BatchState.SUBMITTING:
             place = str(self.source(spec))
-            self._notices.warn(spec.batch, "source is gone: put it back to go on", batch=spec.batch, file=place)
+            self._notices.warn(spec.batch, "source_missing", batch=spec.batch, file=place)
         elif (batch is None or batch.state is BatchState.DONE) and idle_s(self.source(spec).parent) > ABANDONED_S:
             self._discard(spec, keep_name=batch is not None)
 
@@ -202,7 +202,7 @@ class Claims:
                 _remove(folder)
             return None
         except (OSError, ValidationError) as error:
-            self._notices.warn(folder.name, "claimed folder not readable", folder=str(folder), error=str(error))
+            self._notices.warn(folder.name, "claim_unreadable", folder=str(folder), reason=str(error))
             return None
         return spec if spec.batch == folder.name else None
 
@@ -263,4 +263,4 @@ def _remove(folder: Path) -> None:
         folder.rmdir()
     except OSError as error:
         if folder.exists():
-            logs.get().warning("folder left, it is not empty", folder=str(folder), error=cast(str, error.strerror))
+            logs.get().warning("claim_left", folder=str(folder), reason=cast(str, error.strerror))

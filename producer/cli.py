@@ -44,6 +44,8 @@ SEAL_AFTER_S = 2.0
 WATCH_S = 2.0
 INTERRUPTED = 130
 FAILED_SHOWN = 100
+LOG = "producer-{}"
+"""Hosts may share the folder, and a file of several hosts would not hold whole lines."""
 
 app = typer.Typer(
     name="producer",
@@ -89,7 +91,7 @@ def watch(
             return
         logs.get().info("watching", folder=str(session.folders.inputs))
         watcher.run()
-        logs.get().info("watching stopped")
+        logs.get().info("watching_stopped")
 
 
 @app.command("submit")
@@ -432,7 +434,7 @@ def doctor(
     with _errors(debug):
         settings = read(ProducerSettings, {"root": root, "redis_url": redis_url})
         with contextlib.suppress(OSError):  # a folder that cannot be written is a finding
-            logs.set_up(settings.folders.logs, "producer", settings.log_level, settings.log_max_mb, quiet=True)
+            logs.set_up(settings, LOG.format(logs.host()), quiet=True)
         found = []
         for one in examine(settings, fix):
             found.append(one)
@@ -508,7 +510,7 @@ class Session:
         settings = settings.model_copy(update={"params": params})
         formats.require(settings.output_format)
         settings.folders.create()
-        logs.set_up(settings.folders.logs, "producer", settings.log_level, settings.log_max_mb, quiet)
+        logs.set_up(settings, LOG.format(logs.host()), quiet)
         return Session(settings, Ledger(server.open_redis(settings)))
 
     @property

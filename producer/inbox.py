@@ -47,7 +47,7 @@ class Inbox:
             if objection := _objection(self.folder / name, look):
                 objections.add(f"{name}: {objection}")
                 shown = os.fsencode(name).decode("utf-8", "backslashreplace")
-                self._notices.warn(f"{name}: {objection}", f"not read: {objection}", file=shown)
+                self._notices.warn(f"{name}: {objection}", "file_ignored", file=shown, reason=objection)
                 continue
             before, since = self._seen.get(name, (None, now))
             seen[name] = (look, since if look == before else now)

@@ -79,7 +79,7 @@ class Watcher:
             reason = (
                 "stopped" if self.stop() else f"another producer has it, or was killed less than {LOCK_S:.0f} s ago"
             )
-            logs.get(batch=spec.batch).warning("not submitted to its end", file=spec.source, reason=reason)
+            logs.get(batch=spec.batch).warning("not_submitted_to_its_end", file=spec.source, reason=reason)
         return True
 
     def _turn(self) -> bool:
@@ -96,7 +96,7 @@ class Watcher:
             self._scan()
             self._notices.clear("scan")
         except OSError as error:
-            self._notices.warn("scan", f"scanning failed, tried again on each scan: {error}")
+            self._notices.warn("scan", "scan_failed", reason=str(error))
 
     def _scan_s(self) -> float:
         """Files that are settling are looked at as soon as they may be ready."""
@@ -119,9 +119,7 @@ class Watcher:
                 self._inbox.taken(file)
             self._notices.clear(str(file))
         except OSError as error:
-            self._notices.warn(
-                str(file), f"cannot be claimed: {error.strerror}; tried again on each scan", file=file.name
-            )
+            self._notices.warn(str(file), "file_not_claimed", file=file.name, reason=error.strerror)
 
     def _line_up(self, pending: Sequence[BatchSpec]) -> None:
         """New batches, the oldest first, wait before those that had their turn."""
@@ -166,7 +164,7 @@ class Watcher:
             return progress
         except OSError as error:
             submission.close()
-            self._notices.warn(batch, f"submitting is interrupted, tried again on each scan: {error}", batch=batch)
+            self._notices.warn(batch, "submitting_interrupted", batch=batch, reason=str(error))
             return None
 
     def _patiently(self, work: Callable[[], bool]) -> bool | None:

@@ -73,6 +73,7 @@ class Loop:
             self.take()
             self.step()
             self.settle()
+            self.intake.journal.tell()
             if burst and self.idle() and self.intake.is_empty():
                 break
         self.wind_down()
@@ -114,9 +115,7 @@ class Loop:
             self._part(error)
             return
         if self.model.engine.max_rows < ceiling:
-            self.log.warning(
-                "out_of_memory; fewer rows from now on", max_rows=self.model.engine.max_rows, before=ceiling
-            )
+            self.log.warning("out_of_memory", max_rows=self.model.engine.max_rows, before=ceiling)
         for result in finished:
             self._finish(result)
         self._end_overdue()
@@ -128,7 +127,7 @@ class Loop:
         try:
             self.outputs.write([(ended.taken.batch, ended.row) for ended in self.unwritten])
         except OSError as error:
-            self.log.error("outputs cannot be written; no more prompts are taken until they can", reason=str(error))
+            self.log.error("disk_full", reason=str(error))
             return
         settled, self.unwritten = self.unwritten, []
         answered = [ended.taken for ended in settled if isinstance(ended.taken, Taken) and not ended.error]
@@ -152,8 +151,7 @@ class Loop:
             self.model.engine.remove(job_id)
         self.running.clear()
         self.apart.clear()
-        if left:
-            self.log.info("given back", rows=self.intake.give_back(left))
+        self.intake.give_back(left)
 
     # Rows
 
@@ -177,7 +175,9 @@ class Loop:
         row = self._completion(running.taken, result)
         self.unwritten.append(Ended(running.taken, row))
         if self.log_prompts:
-            self.log.info("answered", batch=running.taken.batch, index=row.index, prompt=row.prompt, output=row.output)
+            self.log.info(
+                "prompt_answered", batch=running.taken.batch, index=row.index, prompt=row.prompt, output=row.output
+            )
         self._record(running.micro_batch, result)
 
     def _end_overdue(self) -> None:
@@ -209,7 +209,7 @@ class Loop:
             index=taken.index,
             code=row.error.code,
             attempt=row.error.attempts,
-            exception=str(error),
+            reason=str(error),
         )
         self.unwritten.append(Ended(taken, row, error))
 
@@ -218,7 +218,7 @@ class Loop:
 
         Only the culprit is charged an attempt. Rows begin anew; their seeds make them end as they would have.
         """
-        self.log.error("denoise_step_failed", rows=len(self.running), exc_info=error)
+        self.log.error("step_failed", rows=len(self.running), exc_info=error)
         rows = list(self.running.values())
         for running in rows:
             self.model.engine.remove(running.taken.job.job_id)

@@ -53,7 +53,7 @@ class Outputs:
                     sealed.append(batch)
                     self._close(batch)
             except (OSError, RedisError, DllmError, ValueError) as error:
-                logs.get(batch=batch).error("cannot publish the batch; will be tried again", reason=str(error))
+                logs.get(batch=batch).error("publishing_failed", reason=str(error))
         return sealed
 
     def close(self) -> None:

@@ -130,7 +130,7 @@ class Supervisor:
                 child.ended = True
             elif time.monotonic() >= child.due:
                 child.start(self.command, self.environment)
-                self.log.info("worker started", child=child.name, device=child.device)
+                self.log.info("child_started", child=child.name, device=child.device)
         elif (code := child.process.poll()) is not None:
             self._ended(child, code)
 
@@ -143,7 +143,7 @@ class Supervisor:
         child.ended = child.code == 0 or bool(self._passed_on)
         if child.code == 0:
             return
-        self.log.error("worker died", child=child.name, device=child.device, code=code, after_s=round(lived, 1))
+        self.log.error("child_died", child=child.name, device=child.device, code=code, after_s=round(lived, 1))
         if child.ended:
             return
         child.last_end = how_ended(code) if worked else ""
@@ -158,7 +158,7 @@ class Supervisor:
 
     def _give_up(self, child: Child, code: int) -> None:
         self.log.critical(
-            "giving up: a worker cannot be started or kept alive, all are stopped; its log says why",
+            "child_given_up",
             child=child.name,
             device=child.device,
             failed_starts=child.failed_starts,
