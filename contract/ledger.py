@@ -2,7 +2,8 @@
 
 RQ's own records of a job are short-lived and can be cleaned up by any tool; these are ours. A batch is a hash, three
 bitmaps (a bit per row) and a few small keys. Setting a bit twice changes nothing, so counts add up however often a
-step is repeated after a crash. The first mark wins: a row that has ended stays ended the way it did.
+step is repeated after a crash. The first mark wins: a row that has ended stays ended the way it did. The keys, `dllm`
+being the setting `key_prefix`:
 
     dllm:batches                     sorted set of batch ids by creation time
     dllm:open                        set of the batch ids that are not published yet
@@ -29,16 +30,16 @@ from enum import StrEnum
 from typing import Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict
-from redis import Redis, WatchError
+from redis import WatchError
 from redis.client import Pipeline
 from redis.exceptions import LockError
 from redis.lock import Lock
 
 from contract.hours import Hours
 from contract.jobs import OutputFormat, Priority
+from contract.names import Connection
 from contract.sampling import SamplingParams
 
-PREFIX = "dllm"
 LOCK_S = 30.0
 """A lock not extended for this long belongs to a dead process."""
 PAGE = 100
@@ -157,21 +158,20 @@ class Batch(BaseModel):
 class Ledger:
     """All reads and writes of the keys above. Holds a connection (bytes, not text) and nothing else."""
 
-    def __init__(self, redis: Redis) -> None:
+    def __init__(self, redis: Connection) -> None:
         self.redis = redis
+        self._names = redis.names
         self._create = redis.register_script(_CREATE)
         self._mark = redis.register_script(_MARK)
         self._stop = redis.register_script(_STOP)
 
-    @staticmethod
-    def key(batch: str, part: str | None = None) -> str:
+    def key(self, batch: str, part: str | None = None) -> str:
         """Redis key of a batch, or of one part of it."""
-        return f"{PREFIX}:batch:{batch}:{part}" if part else f"{PREFIX}:batch:{batch}"
+        return self._names.batch(batch, part)
 
-    @classmethod
-    def mark_keys(cls, batch: str) -> list[str]:
+    def mark_keys(self, batch: str) -> list[str]:
         """Redis keys of a batch's bitmaps, in the order of `Mark`."""
-        return [cls.key(batch, mark) for mark in Mark]
+        return [self.key(batch, mark) for mark in Mark]
 
     def lock(self, batch: str, purpose: Literal["submit", "seal"]) -> Lock:
         """A lease of `LOCK_S` seconds on one kind of work on a batch; extend it with `reacquire()`."""
@@ -184,13 +184,14 @@ class Ledger:
 
     def leadership(self, seconds: float) -> Lock:
         """A lease on looking after all batches, for one worker at a time; a dead one's runs out after `seconds`."""
-        return cast(Lock, self.redis.lock(f"{PREFIX}:lock:audit", timeout=seconds, blocking=False, thread_local=False))
+        key = self._names.key("lock", "audit")
+        return cast(Lock, self.redis.lock(key, timeout=seconds, blocking=False, thread_local=False))
 
     # Batches
 
     def create(self, spec: BatchSpec) -> bool:
         """Record a new batch; False when its id is known already (then nothing changes)."""
-        keys = [self.key(spec.batch), f"{PREFIX}:batches", f"{PREFIX}:open", f"{PREFIX}:contents"]
+        keys = [self.key(spec.batch), *map(self._names.key, ("batches", "open", "contents"))]
         hours = spec.hours.model_dump_json() if spec.hours else ""
         words: list[Any] = [spec.batch, spec.model_dump_json(), spec.created_at, hours, spec.content or ""]
         return bool(self._create(keys=keys, args=words))
@@ -198,7 +199,7 @@ class Ledger:
     @contextlib.contextmanager
     def first_with(self, content: str) -> Iterator[None]:
         """Within it nobody else looks whether there is a batch of that content, and makes one. Waits for its turn."""
-        lock = self.redis.lock(f"{PREFIX}:lock:content:{content}", timeout=LOCK_S, sleep=0.05)
+        lock = self.redis.lock(self._names.key("lock", "content", content), timeout=LOCK_S, sleep=0.05)
         lock.acquire()
         try:
             yield
@@ -208,20 +209,20 @@ class Ledger:
 
     def with_content(self, content: str) -> Batch | None:
         """The newest batch of that content, unless its source was never read to the end."""
-        found = self.redis.hget(f"{PREFIX}:contents", content)
+        found = self.redis.hget(self._names.key("contents"), content)
         batch = self.get(_text(found)) if found else None
         return None if batch is None or batch.unread else batch
 
     def reserve_output(self, batch: str, name: str) -> bool:
         """Make `name` this batch's output name; False when another batch owns it."""
-        if self.redis.hsetnx(f"{PREFIX}:outputs", name, batch):
+        if self.redis.hsetnx(self._names.key("outputs"), name, batch):
             return True
-        return _text(self.redis.hget(f"{PREFIX}:outputs", name)) == batch
+        return _text(self.redis.hget(self._names.key("outputs"), name)) == batch
 
     def release_output(self, batch: str, name: str) -> None:
         """Give up an output name that `reserve_output` gave this batch; another batch's name is left alone."""
-        if _text(self.redis.hget(f"{PREFIX}:outputs", name)) == batch:
-            self.redis.hdel(f"{PREFIX}:outputs", name)
+        if _text(self.redis.hget(self._names.key("outputs"), name)) == batch:
+            self.redis.hdel(self._names.key("outputs"), name)
 
     def get(self, batch: str) -> Batch | None:
         """The batch, or None when it is not known."""
@@ -241,19 +242,19 @@ class Ledger:
 
     def newest(self, count: int = 100) -> list[Batch]:
         """The newest batches, newest first."""
-        batches = cast("list[bytes]", self.redis.zrevrange(f"{PREFIX}:batches", 0, count - 1))
+        batches = cast("list[bytes]", self.redis.zrevrange(self._names.key("batches"), 0, count - 1))
         return self.get_many([_text(batch) for batch in batches])
 
     def newest_first(self) -> Iterator[Batch]:
         """All batches, newest first, a page at a time."""
         start = 0
-        while found := cast("list[bytes]", self.redis.zrevrange(f"{PREFIX}:batches", start, start + PAGE - 1)):
+        while found := cast("list[bytes]", self.redis.zrevrange(self._names.key("batches"), start, start + PAGE - 1)):
             yield from self.get_many([_text(batch) for batch in found])
             start += PAGE
 
     def open_batches(self) -> list[str]:
         """Ids of the batches that are not published yet."""
-        return sorted(_text(batch) for batch in cast("set[bytes]", self.redis.smembers(f"{PREFIX}:open")))
+        return sorted(_text(batch) for batch in cast("set[bytes]", self.redis.smembers(self._names.key("open"))))
 
     def close(self, batch: str, processed: str | None = None) -> None:
         """The batch is published and its source moved, to the name `processed` where this call's process moved it.
@@ -264,7 +265,7 @@ class Ledger:
             pipe.hset(self.key(batch), mapping={"state": BatchState.DONE, "finished_at": time.time()})
             if processed:
                 pipe.hset(self.key(batch), "processed", processed)
-            pipe.srem(f"{PREFIX}:open", batch)
+            pipe.srem(self._names.key("open"), batch)
             pipe.delete(self.key(batch, "starts"))
             pipe.execute()
 
@@ -371,7 +372,7 @@ class Ledger:
             if submitted:
                 pipe.hset(self.key(batch), "state", BatchState.RUNNING)
             pipe.hdel(self.key(batch), "finished_at", "cancelled_at")
-            pipe.sadd(f"{PREFIX}:open", batch)
+            pipe.sadd(self._names.key("open"), batch)
             enqueue(pipe)
             pipe.execute()
 

@@ -14,28 +14,26 @@ RQ's clean-up of an abandoned job put it back on its queue inside one transactio
 from __future__ import annotations
 
 import json
-import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 from pydantic import ValidationError
-from redis import Redis
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.client import Pipeline
 from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import NoPermissionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
-from redis.retry import Retry as RedisRetry
 from rq import Queue, Retry, Worker
 from rq.executions import Execution, ExecutionRegistry
 from rq.job import Job, JobStatus
 from rq.registry import FailedJobRegistry
 from rq.serializers import JSONSerializer
 
-from contract import turns
+from contract import addresses, turns
 from contract.jobs import PRIORITIES, Priority, PromptJob
-from contract.ledger import PREFIX, Ledger
+from contract.names import DEFAULT, Connection, Names
 
 TASK = "worker.tasks.denoise"
 RETRIES = 1_000_000
@@ -45,30 +43,54 @@ RESPONSE_S = 30.0
 SCAN = 1_000
 
 
-def connect(url: str) -> Redis:
-    """A connection to Redis that answers in bytes, as RQ needs, and retries short outages by itself."""
-    return Redis.from_url(
+def connect(url: str, prefix: str = DEFAULT) -> Connection:
+    """A connection to Redis, for the installation of that prefix, which retries short outages by itself.
+
+    Raises ValueError, which may hold the address, when `url` is none.
+    """
+    redis = addresses.client(
         url,
         socket_connect_timeout=5.0,
         socket_timeout=RESPONSE_S,
         health_check_interval=15,
-        retry=RedisRetry(ExponentialWithJitterBackoff(cap=2.0, base=0.05), retries=6),
+        retry=addresses.Patience(ExponentialWithJitterBackoff(cap=2.0, base=0.05), retries=6),
         retry_on_error=[RedisConnectionError, RedisTimeoutError],
     )
+    redis.names = Names(prefix)
+    return redis
 
 
-def queue_name(model: str, priority: Priority) -> str:
-    """`dllm-{model}-{priority}` with anything but letters, digits, dot and dash replaced by `_`."""
-    return f"dllm-{re.sub(r'[^A-Za-z0-9.-]', '_', model)}-{priority}"
+def try_out(redis: Connection) -> None:
+    """Do something of every kind that is done later, with keys of ours and of RQ's; leaves nothing behind.
+
+    Raises NoPermissionError where the server's access rules forbid any of it; what else fails is not asked here.
+    """
+    ours = redis.names.key("probe")
+    with redis.pipeline(transaction=False) as pipe:
+        for key in (ours, f"{Queue.redis_queue_namespace_prefix}{ours}"):
+            for words in _TRIED:
+                pipe.execute_command(*words.format(key).split())  # type: ignore[no-untyped-call]
+        answers = pipe.execute(raise_on_error=False)
+    for answer in answers:
+        if isinstance(answer, NoPermissionError):
+            raise answer
 
 
-def queues(redis: Redis, model: str) -> list[Queue]:
+_TRIED = (
+    *("SET {} 1 PX 1000", "GET {}", "DEL {}", "SETBIT {} 0 1", "BITCOUNT {}", "DEL {}"),
+    *("HSET {} field 1", "HGETALL {}", "DEL {}", "RPUSH {} 1", "LRANGE {} 0 0", "DEL {}"),
+    *("ZADD {} 1 member", "ZRANGE {} 0 0", "DEL {}", "SADD {} member", "SMEMBERS {}", "DEL {}"),
+    *("EVAL return(1) 1 {}", "DISCARD", "UNWATCH", "TIME"),
+)
+
+
+def queues(redis: Connection, model: str) -> list[Queue]:
     """The model's queues, the most urgent first."""
     return [queue(redis, model, priority) for priority in PRIORITIES]
 
 
-def queue(redis: Redis, model: str, priority: Priority) -> Queue:
-    return Queue(queue_name(model, priority), connection=redis, serializer=JSONSerializer)
+def queue(redis: Connection, model: str, priority: Priority) -> Queue:
+    return Queue(redis.names.queue(model, priority), connection=redis, serializer=JSONSerializer)
 
 
 class WorkerInfo(NamedTuple):
@@ -78,36 +100,39 @@ class WorkerInfo(NamedTuple):
     state: str
     queues: tuple[str, ...]
     last_heartbeat: float | None
+    names: Names
     vitals: Mapping[str, Any] = MappingProxyType({})
 
     def serves(self, model: str) -> bool:
         """Does it take prompts for `model`?"""
-        return any(queue_name(model, priority) in self.queues for priority in PRIORITIES)
+        return any(self.names.queue(model, priority) in self.queues for priority in PRIORITIES)
 
 
-def workers(redis: Redis) -> list[WorkerInfo]:
-    """The living workers of all models, by name."""
+def workers(redis: Connection) -> list[WorkerInfo]:
+    """The living workers of all models, by name; those of other installations on the server left out."""
     found = [
         WorkerInfo(
-            name=worker.name,
+            name=redis.names.plain(worker.name),
             state=str(worker.get_state()),
             queues=tuple(worker.queue_names()),
             last_heartbeat=worker.last_heartbeat.timestamp() if worker.last_heartbeat else None,
-            vitals=_vitals(redis, worker.name),
+            names=redis.names,
+            vitals=_vitals(redis, redis.names.plain(worker.name)),
         )
         for worker in Worker.all(connection=redis, serializer=JSONSerializer)
+        if any(map(redis.names.owns, worker.queue_names()))
     ]
     return sorted(found, key=lambda worker: worker.name)
 
 
-def lives(worker: str) -> str:
+def lives(names: Names, worker: str) -> str:
     """Key of a worker's lives: a hash from when a process of that name began to how it stood at its last heartbeat."""
-    return f"{PREFIX}:lives:{worker}"
+    return names.key("lives", worker)
 
 
-def _vitals(redis: Redis, worker: str) -> dict[str, Any]:
+def _vitals(redis: Connection, worker: str) -> dict[str, Any]:
     """How a worker stood at its last heartbeat; nothing where it did not say."""
-    told = cast("dict[bytes, bytes]", redis.hgetall(lives(worker)))
+    told = cast("dict[bytes, bytes]", redis.hgetall(lives(redis.names, worker)))
     try:
         found = json.loads(told[max(told)]) if told else {}
     except ValueError:
@@ -115,7 +140,7 @@ def _vitals(redis: Redis, worker: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def depths(redis: Redis, model: str) -> dict[Priority, int]:
+def depths(redis: Connection, model: str) -> dict[Priority, int]:
     """Prompts that wait in each of the model's queues, the most urgent first."""
     found = turns.depths(redis, [(target.name, target.key) for target in queues(redis, model)])
     return dict(zip(PRIORITIES, found, strict=True))
@@ -143,7 +168,8 @@ def enqueuing(target: Queue, jobs: Sequence[PromptJob]) -> Callable[[Pipeline], 
 
 
 def _keys(target: Queue, batch: str) -> list[str]:
-    return [turns.backlog(batch), turns.turns(target.name), turns.hours(target.name), Ledger.key(batch)]
+    names: Names = target.connection.names
+    return [names.backlog(batch), names.turns(target.name), names.hours(target.name), names.batch(batch)]
 
 
 # KEYS backlog, turns, hours, the batch's record; ARGV the batch, prefix of job keys, number of template words, the
@@ -208,7 +234,7 @@ class Places(NamedTuple):
     @classmethod
     def of(cls, target: Queue, batches: Iterable[str]) -> Places:
         return cls(
-            lists=(target.key, target.intermediate_queue.key, *map(turns.backlog, batches)),
+            lists=(target.key, target.intermediate_queue.key, *map(target.connection.names.backlog, batches)),
             sets=(target.started_job_registry.key, target.scheduled_job_registry.key),
             failed=target.failed_job_registry.key,
         )
@@ -218,7 +244,7 @@ class Places(NamedTuple):
         return [*self.lists, *self.sets]
 
 
-def standing(redis: Redis, target: Queue, batches: Sequence[str]) -> int:
+def standing(redis: Connection, target: Queue, batches: Sequence[str]) -> int:
     """How many jobs stand in the queue's places at this moment, backlogs of `batches` included."""
     places = Places.of(target, batches)
     with redis.pipeline(transaction=True) as pipe:
@@ -229,7 +255,7 @@ def standing(redis: Redis, target: Queue, batches: Sequence[str]) -> int:
         return sum(pipe.execute())
 
 
-def job_ids(redis: Redis, target: Queue, batches: Sequence[str]) -> Iterator[str]:
+def job_ids(redis: Connection, target: Queue, batches: Sequence[str]) -> Iterator[str]:
     """The id of every job of `batches` that stands in the queue's places, some maybe twice, with little memory.
 
     Jobs move while this goes on, and one may pass unseen from a place not looked at yet to one that was. None is
@@ -246,7 +272,7 @@ def job_ids(redis: Redis, target: Queue, batches: Sequence[str]) -> Iterator[str
             yield member.decode(errors="replace").partition(":")[0]
 
 
-def prompts(redis: Redis, batch: str, indices: Sequence[int]) -> list[PromptJob | None]:
+def prompts(redis: Connection, batch: str, indices: Sequence[int]) -> list[PromptJob | None]:
     """The prompts of a batch's rows as their jobs hold them; None for a job that is gone or damaged."""
     with redis.pipeline(transaction=False) as pipe:
         for index in indices:
@@ -254,7 +280,7 @@ def prompts(redis: Redis, batch: str, indices: Sequence[int]) -> list[PromptJob 
         return [_prompt(data) for data in pipe.execute(raise_on_error=False)]
 
 
-def withdraw(redis: Redis, target: Queue, batch: str, ledger_keys: Sequence[str], rows: Sequence[int]) -> int:
+def withdraw(redis: Connection, target: Queue, batch: str, ledger_keys: Sequence[str], rows: Sequence[int]) -> int:
     """Mark those of `rows` that have not ended as cancelled, and take them out of the queue; returns how many.
 
     `ledger_keys` are the batch's bitmaps in the order of `Mark`, and its starts. Jobs are deleted and leases ended, so
@@ -268,7 +294,12 @@ def withdraw(redis: Redis, target: Queue, batch: str, ledger_keys: Sequence[str]
 
 
 def restore(
-    redis: Redis, target: Queue, batch: str, bitmaps: Sequence[str], rows: Sequence[int], jobs: Sequence[PromptJob] = ()
+    redis: Connection,
+    target: Queue,
+    batch: str,
+    bitmaps: Sequence[str],
+    rows: Sequence[int],
+    jobs: Sequence[PromptJob] = (),
 ) -> int:
     """Put `rows` and `jobs` at the front of their batch's backlog if they have not ended and stand nowhere; how many.
 
@@ -366,7 +397,7 @@ return count
 )
 
 
-def failed_jobs(redis: Redis, target: Queue, batch: str, indices: Sequence[int]) -> list[int]:
+def failed_jobs(redis: Connection, target: Queue, batch: str, indices: Sequence[int]) -> list[int]:
     """Those of a batch's rows that have a job among the queue's failed ones, and so can be queued again."""
     failed = FailedJobRegistry(queue=target)
     with redis.pipeline(transaction=False) as pipe:
@@ -378,7 +409,7 @@ def failed_jobs(redis: Redis, target: Queue, batch: str, indices: Sequence[int])
     return [index for index, score, data in found if score is not None and data]
 
 
-def requeuing(redis: Redis, target: Queue, job_ids: Iterable[str]) -> Callable[[Pipeline], None]:
+def requeuing(redis: Connection, target: Queue, job_ids: Iterable[str]) -> Callable[[Pipeline], None]:
     """A function that queues failed jobs, all of one batch, again on a pipeline, with their attempts forgotten."""
     found = [job for job in Job.fetch_many(list(job_ids), redis, serializer=JSONSerializer) if job]
     failed = FailedJobRegistry(queue=target)

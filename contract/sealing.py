@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from redis import Redis
 from redis.exceptions import LockError
 from redis.lock import Lock
 
@@ -37,6 +36,7 @@ from contract.errors import DllmError, UsageError
 from contract.jobs import ErrorCode, ErrorDetail, ErrorRow, PromptJob
 from contract.ledger import LOCK_S, Batch, BatchState, Ledger, Mark
 from contract.merging import Merge, is_set, set_bits, union, without_index
+from contract.names import Connection
 from contract.paths import Folders
 from contract.queues import enqueuing, failed_jobs, queue, requeuing
 from contract.ranges import written
@@ -124,7 +124,7 @@ def retry(
     codes: Collection[ErrorCode] | None,
     ledger: Ledger,
     folders: Folders,
-    redis: Redis,
+    redis: Connection,
     ids: Collection[str] | None = None,
 ) -> int:
     """Queue the batch's failed rows again (only those with one of `codes` and of `ids`, where given); returns how many.

@@ -26,18 +26,19 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 from redis import Redis
 from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, BusyLoadingError, RedisError, ResponseError
+from redis.exceptions import BusyLoadingError, NoPermissionError, RedisError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry as RedisRetry
 
-from contract import logs
+from contract import addresses, logs
 from contract.errors import ServerError, UsageError
-from contract.queues import connect
+from contract.names import Connection
+from contract.queues import connect, try_out
 from contract.settings import Settings
 
 SOCKET_PATH_BYTES = 100
@@ -50,17 +51,18 @@ OLDEST = (6, 2)
 """First version with LMOVE."""
 
 
-def open_redis(settings: Settings) -> Redis:
+def open_redis(settings: Settings) -> Connection:
     """The one call of producers and workers: a connection to a server that is up, loaded and safe to use.
 
     Raises ServerError saying what is wrong and what to do.
     """
     url = resolve(settings)
-    redis = _connected(url)
+    redis = _connected(url, settings.key_prefix)
     try:
         check(redis)
-    except (RedisConnectionError, RedisTimeoutError) as error:
-        raise ServerError(_unreachable(url, error)) from None
+        try_out(redis)
+    except (RedisConnectionError, RedisTimeoutError, NoPermissionError) as error:
+        raise ServerError(addresses.trouble(url, error)) from None
     return redis
 
 
@@ -108,7 +110,7 @@ def stop(settings: Settings) -> bool:
 def check(redis: Redis) -> None:
     """Wait while the server loads its data, then refuse it if rows could be lost on it.
 
-    Raises ServerError with the reason and the remedy.
+    Raises ServerError with the reason and the remedy, and what redis-py raises for a server that does not let us in.
     """
     info = _loaded(redis)
     policy = info.get("maxmemory_policy", "noeviction")
@@ -124,13 +126,11 @@ def check(redis: Redis) -> None:
         raise ServerError("the Redis server is a read-only replica: give the address of its primary in redis_url")
 
 
-def _connected(url: str) -> Redis:
+def _connected(url: str, prefix: str) -> Connection:
     try:
-        return connect(url)
-    except ValueError:  # its text may hold the address, and that a password
-        raise ServerError(
-            "redis_url is not an address: write redis://HOST:PORT/DB, rediss://HOST:PORT/DB or unix:///PATH"
-        ) from None
+        return connect(url, prefix)
+    except (TypeError, ValueError):  # its text may hold the address, and that a password
+        raise ServerError(f"redis_url is not an address: write {addresses.FORMS}") from None
 
 
 def _loaded(redis: Redis) -> dict[str, Any]:
@@ -140,10 +140,10 @@ def _loaded(redis: Redis) -> dict[str, Any]:
     while True:
         try:
             info = redis.info()
-        except AuthenticationError as error:
-            raise ServerError(f"the Redis server refuses us ({error}): correct the password in redis_url") from None
         except BusyLoadingError:
             info = {"loading": 1}
+        except NoPermissionError:
+            raise
         except ResponseError as error:
             logs.get().warning("redis_settings_hidden", reason=str(error))
             return {}
@@ -155,16 +155,6 @@ def _loaded(redis: Redis) -> dict[str, Any]:
             logs.get().info("redis_loading")
             told = True
         time.sleep(POLL_S)
-
-
-def _unreachable(url: str, error: Exception) -> str:
-    parts = urlsplit(url)
-    place = parts.path if parts.scheme == "unix" else f"{parts.hostname}:{parts.port or 6379}"
-    why = "no answer in time" if isinstance(error, RedisTimeoutError) else "no connection"
-    return (
-        f"Redis is not reachable at {place} ({why}): start it, correct redis_url, "
-        "or remove redis_url to use a local server"
-    )
 
 
 # The local server

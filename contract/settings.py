@@ -18,7 +18,7 @@ import yaml
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
-from contract import hours
+from contract import hours, names
 from contract.errors import BadPrompt, SettingsError, nearest
 from contract.jobs import OutputFormat
 from contract.paths import Folders
@@ -38,7 +38,12 @@ class Settings(BaseSettings):
 
     root: Path = Field(Path("."), description="the folder under which all others lie")
     redis_url: str | None = Field(
-        None, description="redis://, rediss:// or unix:// address; without it a local server is started"
+        None,
+        repr=False,  # it may hold a password
+        description="redis://, rediss://, unix:// or sentinel:// address; without it a local server is started",
+    )
+    key_prefix: Annotated[str, Field(pattern=names.PATTERN)] = Field(
+        names.DEFAULT, description="first word of our keys and queues: installations that differ in it share a server"
     )
     model: str = Field(
         "demo", description="a name under models/, the path of a checkpoint folder, or org/name on the hub"
@@ -211,7 +216,8 @@ def read(kind: type[S], flags: dict[str, Any] | None = None) -> S:
         name = ".".join(str(part) for part in first["loc"])
         where = _place(str(first["loc"][0]), given, file if first["loc"][0] in from_file else None)
         message = first["msg"].removeprefix("Value error, ")
-        raise SettingsError(f"{where}: {name} = {first['input']!r}: {message}") from None
+        value = "…" if name == "redis_url" else repr(first["input"])
+        raise SettingsError(f"{where}: {name} = {value}: {message}") from None
 
 
 def _place(name: str, given: dict[str, Any], file: Path | None) -> str:
@@ -227,13 +233,21 @@ def _read_file(file: Path, kind: type[Settings]) -> dict[str, Any]:
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{file}: not readable as YAML: {' '.join(str(error).split())}") from None
+        raise SettingsError(f"{file}: not readable as YAML: {_unreadable(error)}") from None
     if not isinstance(values, dict):
         raise SettingsError(f"{file}: expected 'name: value' lines, found a {type(values).__name__}")
     for name in values:
         if name not in kind.model_fields:
             raise SettingsError(f"{file}: unknown setting '{name}'{nearest(str(name), kind.model_fields)}")
     return values
+
+
+def _unreadable(error: yaml.YAMLError | UnicodeDecodeError) -> str:
+    """What and where, without the text around it, which may hold a password."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
+        mark = error.problem_mark
+        return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+    return " ".join(str(error).split()) if isinstance(error, UnicodeDecodeError) else type(error).__name__
 
 
 def _refuse_unknown_environment() -> None:

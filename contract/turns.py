@@ -18,24 +18,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
-from redis import Redis
-
 from contract.hours import STRETCH
-from contract.ledger import PREFIX, Ledger
-
-
-def backlog(batch: str) -> str:
-    """Key of the rows of `batch` that nobody has taken yet; `%s` for a pattern."""
-    return Ledger.key(batch, "backlog")
-
-
-def turns(queue: str) -> str:
-    return f"{PREFIX}:turns:{queue}"
-
-
-def hours(queue: str) -> str:
-    return f"{PREFIX}:hours:{queue}"
-
+from contract.names import Connection
 
 # Lua: gives a batch that has got rows a turn after all others, unless it waits for one already. Where it has hours,
 # the next look at them does.
@@ -112,15 +96,16 @@ return depths
 """
 
 
-def depths(redis: Redis, queues: Sequence[tuple[str, str]]) -> list[int]:
+def depths(redis: Connection, queues: Sequence[tuple[str, str]]) -> list[int]:
     """How many rows wait in each of `queues` (name and key of RQ's list) at this moment, in backlogs too."""
-    keys = [key for name, waiting in queues for key in (waiting, turns(name), hours(name))]
-    return cast("list[int]", redis.eval(_DEPTHS, len(keys), *keys, backlog("%s")))
+    names = redis.names
+    keys = [key for name, waiting in queues for key in (waiting, names.turns(name), names.hours(name))]
+    return cast("list[int]", redis.eval(_DEPTHS, len(keys), *keys, names.backlog("%s")))
 
 
-def waiting(redis: Redis, batches: Sequence[str]) -> list[int]:
+def waiting(redis: Connection, batches: Sequence[str]) -> list[int]:
     """How many rows of each batch nobody has taken yet."""
     with redis.pipeline(transaction=False) as pipe:
         for batch in batches:
-            pipe.llen(backlog(batch))
+            pipe.llen(redis.names.backlog(batch))
         return cast("list[int]", pipe.execute())

@@ -36,6 +36,8 @@ LONGEST_OUTPUT = 200
 ABANDONED_S = 60.0
 NOT_CONTENT = {"batch", "source", "output", "priority", "created_at", "hours", "prices", "content"}
 """What may differ between two batches that publish the same: the names, when they run, and what that costs."""
+ID_BYTES = 6
+"""Random part of a batch's id, which must differ from those of all installations on the server."""
 
 
 class Look(NamedTuple):
@@ -109,7 +111,7 @@ class Claims:
 
     def again(self, file: Path, spec: BatchSpec, name: str | None = None) -> BatchSpec:
         """A new batch that reads `file` as the batch of `spec` read it, with `spec`'s model and parameters."""
-        batch = f"{slug(name or Path(spec.source).stem)}-{secrets.token_hex(4)}"
+        batch = f"{slug(name or Path(spec.source).stem)}-{secrets.token_hex(ID_BYTES)}"
         stem = output_stem(name or spec.output)
         changes = {
             "batch": batch,
@@ -177,7 +179,7 @@ class Claims:
 
     def _plan(self, file: Path, name: str | None) -> BatchSpec:
         stem = name or file.stem
-        batch = f"{slug(stem)}-{secrets.token_hex(4)}"
+        batch = f"{slug(stem)}-{secrets.token_hex(ID_BYTES)}"
         now = time.time()
         return BatchSpec(
             batch=batch,

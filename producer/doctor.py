@@ -14,6 +14,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from contract import queues, server
+from contract.addresses import shown
 from contract.auditing import CONFIRM_S, Auditor, Finding
 from contract.errors import DllmError, ServerError
 from contract.ledger import Ledger
@@ -52,9 +53,8 @@ def examine(settings: ProducerSettings, fix: bool) -> Iterator[Diagnosis]:
     try:
         ledger = Ledger(server.open_redis(settings))
     except (ServerError, OSError) as error:
-        yield Diagnosis(
-            kind="server", where=settings.redis_url or str(folders.redis), what=str(error), remedy="do as it says"
-        )
+        where = shown(settings.redis_url) if settings.redis_url else str(folders.redis)
+        yield Diagnosis(kind="server", where=where, what=str(error), remedy="do as it says")
         return
     yield from _clock(ledger)
     yield from _workers(ledger)

@@ -21,7 +21,7 @@ import pytest
 from redis import Redis
 from rq.job import Job
 
-from contract import claimed, server, turns
+from contract import claimed, server
 from contract.jobs import Completion, ErrorCode, ErrorDetail, ErrorRow, PromptJob, Usage
 from contract.ledger import BatchSpec, Cursor, Ledger
 from contract.parser import Parsed, parse
@@ -187,8 +187,11 @@ def wait_until() -> Callable[..., None]:
 def waiting_ids(redis: Redis, model: str = "demo", priority: Any = "normal") -> list[str]:
     """Ids of the jobs that wait in a queue: RQ's list, then the backlog of each batch, the next in turn first."""
     target = queue(redis, model, priority)
-    batches = [*redis.zrange(turns.turns(target.name), 0, -1), *redis.zrange(turns.hours(target.name), 0, -1)]
-    keys = [target.key, *(turns.backlog(batch.decode()) for batch in dict.fromkeys(batches))]
+    batches = [
+        *redis.zrange(redis.names.turns(target.name), 0, -1),
+        *redis.zrange(redis.names.hours(target.name), 0, -1),
+    ]
+    keys = [target.key, *(redis.names.backlog(batch.decode()) for batch in dict.fromkeys(batches))]
     return [job_id.decode() for key in keys for job_id in redis.lrange(key, 0, -1)]
 
 

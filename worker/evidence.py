@@ -22,6 +22,7 @@ from redis import Redis
 from redis.client import Pipeline
 from redis.exceptions import RedisError
 
+from contract.names import Connection
 from contract.queues import lives
 
 KEPT_S = 86_400
@@ -35,10 +36,10 @@ Vitals = Callable[[], Mapping[str, str | int | float]]
 class Evidence:
     """One worker's notes. `began` is when its process began; `most` the crashes of a prompt that are told."""
 
-    def __init__(self, redis: Redis, worker: str, began: str, vitals: Vitals, most: int) -> None:
+    def __init__(self, redis: Connection, worker: str, began: str, vitals: Vitals, most: int) -> None:
         self._redis = redis
         self._began = began
-        self._lives = lives(worker)
+        self._lives = lives(redis.names, worker)
         self._vitals = vitals
         self._last: dict[str, Any] = {}
         self._most = most
@@ -78,18 +79,18 @@ class Evidence:
     def note(self, batch: str, index: int, crash: int, worker: str, started_at: str) -> None:
         """The prompt's start by `worker` never ended, and was its `crash`-th of that kind. The first note counts."""
         with contextlib.suppress(RedisError), self._redis.pipeline(transaction=True) as pipe:
-            pipe.hsetnx(_crashes(batch), f"{index}:{crash}", f"{worker} {started_at}")
-            pipe.expire(_crashes(batch), KEPT_S)
+            pipe.hsetnx(self._crashes(batch), f"{index}:{crash}", f"{worker} {started_at}")
+            pipe.expire(self._crashes(batch), KEPT_S)
             pipe.execute()
 
     def forget(self, pipe: Pipeline, batch: str, index: int) -> None:
         """Queue on `pipe`: the prompt came to an end, or to another attempt."""
-        pipe.hdel(_crashes(batch), *self._names(index))
+        pipe.hdel(self._crashes(batch), *self._names(index))
 
     def of(self, batch: str, index: int) -> str:
         """`worker (how it ended; step, rows, memory), …` for the crashes of a prompt that were noted, else ''."""
         with contextlib.suppress(RedisError, ValueError):
-            notes = cast("list[bytes | None]", self._redis.hmget(_crashes(batch), self._names(index)))
+            notes = cast("list[bytes | None]", self._redis.hmget(self._crashes(batch), self._names(index)))
             return ", ".join(self._told(*note.decode().split(" ", 1)) for note in notes if note)
         return ""
 
@@ -97,9 +98,12 @@ class Evidence:
         return [f"{index}:{crash}" for crash in range(1, self._most + 1)]
 
     def _told(self, worker: str, started_at: str) -> str:
-        known = self._known(lives(worker))
+        known = self._known(lives(self._redis.names, worker))
         began = max((began for began in known if began <= started_at), default=None)
         return f"{worker} ({'; '.join(_facts(known[began] if began else {}))})"
+
+    def _crashes(self, batch: str) -> str:
+        return self._redis.names.key("crashes", batch)
 
     def _known(self, key: str) -> dict[str, dict[str, Any]]:
         found = cast("dict[bytes, bytes]", self._redis.hgetall(key))
@@ -110,7 +114,3 @@ def _facts(life: Mapping[str, Any]) -> Iterator[str]:
     yield str(life.get("how", "gone without a word"))
     if "step" in life:
         yield f"when last seen step {life['step']}, {life['rows']} rows, peak memory {life['peak_memory_mb']} MB"
-
-
-def _crashes(batch: str) -> str:
-    return f"dllm:crashes:{batch}"

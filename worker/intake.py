@@ -43,7 +43,6 @@ from typing import Any, cast
 from uuid import uuid4
 
 from pydantic import ValidationError
-from redis import Redis
 from redis.client import Pipeline
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError, OutOfMemoryError, ReadOnlyError, RedisError, ResponseError
@@ -55,10 +54,11 @@ from rq.utils import now, utcformat
 from rq.worker import BaseWorker
 from rq.worker.base import WorkerStatus
 
-from contract import logs, turns
+from contract import logs
 from contract.errors import BadPrompt, PromptError, PromptFailure, UsageError
 from contract.jobs import RETRIES, SCHEMA, ErrorCode, ErrorDetail, ErrorRow, PromptJob
 from contract.ledger import Ledger, Mark
+from contract.names import Connection
 from contract.queues import FAILURE_TTL_S, queues
 from contract.ranges import by_batch
 from contract.settings import WorkerSettings
@@ -155,7 +155,7 @@ class Intake:
 
     def __init__(
         self,
-        redis: Redis,
+        redis: Connection,
         ledger: Ledger,
         settings: WorkerSettings,
         vitals: Vitals = dict,
@@ -171,8 +171,9 @@ class Intake:
         self._predecessor = predecessor
         self._queues = queues(redis, settings.queue_model)
         self._lanes = [Lane.of(queue) for queue in self._queues]
+        registered = redis.names.registered(self.name)
         self._worker = BaseWorker(
-            self._queues, name=self.name, connection=redis, serializer=JSONSerializer, worker_ttl=1
+            self._queues, name=registered, connection=redis, serializer=JSONSerializer, worker_ttl=1
         )
         self._empty_script = redis.register_script(EMPTY)
         scripts = (TAKE, START, RENEW, FINISH, FAIL, RETRY, GIVE_BACK)
@@ -338,7 +339,7 @@ class Intake:
             ExecutionRegistry("%s", self._redis).key,
             *(self._ledger.key("%s", part) for part in (*Mark, "starts")),
             self._ledger.key("%s"),
-            turns.backlog("%s"),
+            self._ledger.key("%s", "backlog"),
         ]
         fixed = [room, self._settings.lease_s, self.name, self._worker.executions_key, utcformat(now()), SUSPECT]
         try:

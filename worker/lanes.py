@@ -1,4 +1,4 @@
-"""One of a model's queues, by its keys: RQ's, and those of its batches' turns."""
+"""One of a model's queues, by its keys: RQ's, and ours."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from rq import Queue
 
-from contract import turns
+from contract.names import Names
 
 
 @dataclass(frozen=True)
 class Lane:
-    """One of the model's queues. `turns` and `hours` are `contract.turns`', the others have RQ's names."""
+    """A queue of the model. `turns` and `hours` are `contract.turns`', `seen` the reconciler's, the others RQ's."""
 
     name: str
     waiting: str
@@ -21,9 +21,12 @@ class Lane:
     failed: str
     turns: str
     hours: str
+    seen: str
+    """Since when ids stand in `intermediate`, by the looks of REPAIR."""
 
     @classmethod
     def of(cls, queue: Queue) -> Lane:
+        names: Names = queue.connection.names
         return cls(
             name=queue.name,
             waiting=queue.key,
@@ -31,8 +34,9 @@ class Lane:
             started=queue.started_job_registry.key,
             scheduled=queue.scheduled_job_registry.key,
             failed=queue.failed_job_registry.key,
-            turns=turns.turns(queue.name),
-            hours=turns.hours(queue.name),
+            turns=names.turns(queue.name),
+            hours=names.hours(queue.name),
+            seen=names.key("intermediate", queue.name),
         )
 
     @property

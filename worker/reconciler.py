@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-from redis import Redis
 from redis.exceptions import LockError, ResponseError
 from rq.executions import Execution, ExecutionRegistry
 from rq.job import Job
@@ -19,6 +18,7 @@ from contract import logs, sealing
 from contract.auditing import Auditor, Finding
 from contract.errors import DllmError
 from contract.ledger import Ledger
+from contract.names import Connection
 from contract.queues import queues
 from contract.ranges import by_batch
 from contract.settings import WorkerSettings
@@ -34,7 +34,7 @@ LEAST_LEAD_S = 1.0
 class Reconciler:
     """Looks after the queues of one model. Each step is atomic, so any number of workers may do it at once."""
 
-    def __init__(self, redis: Redis, ledger: Ledger, settings: WorkerSettings, name: str) -> None:
+    def __init__(self, redis: Connection, ledger: Ledger, settings: WorkerSettings, name: str) -> None:
         self._redis = redis
         self._ledger = ledger
         self._settings = settings
@@ -81,7 +81,7 @@ class Reconciler:
             log.error("repair_failed", reason=str(error))
 
     def _repair(self, lane: Lane) -> None:
-        keys = [lane.waiting, lane.intermediate, lane.started, lane.scheduled, f"dllm:intermediate:{lane.name}"]
+        keys = [lane.waiting, lane.intermediate, lane.started, lane.scheduled, lane.seen]
         patterns = [
             Job.key_for("%s"),
             Execution("%s", "%s", self._redis).key,

@@ -18,7 +18,8 @@ from contract import queues
 from contract.errors import PromptFailure
 from contract.jobs import PRIORITIES, ErrorCode, PromptJob
 from contract.ledger import Ledger
-from contract.queues import enqueuing, failed_jobs, queue, queue_name, requeuing
+from contract.names import Names
+from contract.queues import enqueuing, failed_jobs, queue, requeuing
 from contract.sampling import SamplingParams
 from contract.settings import WorkerSettings
 from tests.conftest import waiting_ids
@@ -67,7 +68,7 @@ def test_a_models_queues_come_in_order_of_urgency(redis: Redis) -> None:
 
 @pytest.mark.parametrize("model", ["LLaDA-8B-v1.5", "org/name", "a b:c*", "ünï"])
 def test_any_model_name_gives_a_plain_queue_name(model: str) -> None:
-    name = queue_name(model, "low")
+    name = Names().queue(model, "low")
     assert name.isascii()
     assert not set(name) & set(" /:*")
     assert name.startswith("dllm-")

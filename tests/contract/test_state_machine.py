@@ -44,7 +44,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 from rq.job import Job
 
-from contract import cancelling, claimed, paths, sealing, server, turns
+from contract import cancelling, claimed, paths, sealing, server
 from contract.errors import BadPrompt, PromptFailure, UsageError
 from contract.hours import Hours
 from contract.jobs import PRIORITIES, ErrorCode, ErrorDetail, ErrorRow
@@ -347,7 +347,7 @@ class Machine(RuleBasedStateMachine):
         batch = pick([batch for batch in self.batches.values() if not batch.open], which)
         target = queue(self.redis, "demo", batch.spec.priority)
         self.redis.hset(self.ledger.key(batch.id), "hours", Hours(not_before=1.0).model_dump_json())
-        self.redis.zadd(turns.hours(target.name), {batch.id: 0}, xx=True)
+        self.redis.zadd(self.redis.names.hours(target.name), {batch.id: 0}, xx=True)
         batch.open = True
 
     # Workers
@@ -675,7 +675,7 @@ class Machine(RuleBasedStateMachine):
         assert found == expected
         for batch in backlogs:  # else nobody would ever take its rows
             target = self.target(self.batches[batch])
-            keys = turns.turns(target.name), turns.hours(target.name)
+            keys = self.redis.names.turns(target.name), self.redis.names.hours(target.name)
             assert any(self.redis.zscore(key, batch) is not None for key in keys)
 
     @invariant()
@@ -779,7 +779,7 @@ class Machine(RuleBasedStateMachine):
         return queue(self.redis, "demo", batch.spec.priority)
 
     def list_of(self, batch: Batch, row: Row) -> str:
-        return turns.backlog(batch.id) if row.at is At.BACKLOG else self.target(batch).key
+        return self.redis.names.backlog(batch.id) if row.at is At.BACKLOG else self.target(batch).key
 
     def all_rows(self) -> list[tuple[Batch, Row]]:
         return [(batch, row) for batch in self.batches.values() for row in batch.rows]
@@ -812,7 +812,7 @@ class Machine(RuleBasedStateMachine):
         for target in queues(self.redis, "demo"):
             keys += [(At.LIST, target.key), (At.INTERMEDIATE, target.intermediate_queue.key)]
             keys += [(At.STARTED, target.started_job_registry.key), (At.SCHEDULED, target.scheduled_job_registry.key)]
-        keys += [(At.BACKLOG, turns.backlog(batch)) for batch in self.batches]
+        keys += [(At.BACKLOG, self.redis.names.backlog(batch)) for batch in self.batches]
         with self.redis.pipeline() as pipe:
             for at, key in keys:
                 pipe.zrange(key, 0, -1) if at in (At.STARTED, At.SCHEDULED) else pipe.lrange(key, 0, -1)

@@ -20,7 +20,7 @@ import pytest
 from click.testing import Result
 from redis import Redis
 
-from contract import sealing, turns
+from contract import sealing
 from contract.errors import PromptFailure
 from contract.jobs import Completion, ErrorCode, ErrorRow, PromptJob
 from contract.ledger import Batch, BatchState, Ledger, Mark
@@ -751,7 +751,7 @@ def test_retry_queues_failed_rows_that_have_a_job(
     job = target.fetch_job(f"{batch}-1")
     assert job is not None
     target.failed_job_registry.add(job, ttl=100)
-    redis.lrem(turns.backlog(batch), 0, job.id)
+    redis.lrem(redis.names.backlog(batch), 0, job.id)
     finish(batch, (0, 1, 3), failed=(1,))
     result = run("retry", batch)
     assert (result.exit_code, result.stdout) == (0, "1 row queued again\n")

@@ -21,10 +21,10 @@ from rq.job import Job
 from rq.registry import FailedJobRegistry, ScheduledJobRegistry, StartedJobRegistry
 from rq.serializers import JSONSerializer
 
-from contract import turns
 from contract.errors import BadPrompt, PromptFailure, UsageError
 from contract.jobs import RETRIES, ErrorCode
 from contract.ledger import BatchState, Counts, Ledger, Mark
+from contract.names import Names
 from contract.paths import Folders
 from contract.queues import queue, workers
 from contract.segments import SegmentWriter
@@ -124,7 +124,7 @@ def status(redis: Redis, job_id: str) -> str:
 
 
 def starts(redis: Redis, batch: str = "b") -> dict[int, int]:
-    found = redis.hgetall(Ledger.key(batch, "starts"))
+    found = redis.hgetall(Names().batch(batch, "starts"))
     return {int(index): int(count) for index, count in found.items()}
 
 
@@ -475,7 +475,7 @@ def test_a_job_stranded_between_queue_and_registry_is_put_back(
     redis: Redis, submit: Callable[..., str], quiet: Any, wait_until: Callable[..., None]
 ) -> None:
     submit(2)
-    redis.lmove(turns.backlog("b"), demo(redis).intermediate_queue.key, "LEFT", "RIGHT")
+    redis.lmove(redis.names.backlog("b"), demo(redis).intermediate_queue.key, "LEFT", "RIGHT")
     one = quiet(lease_s=0.2)
     one.reconciler.run()
     assert standing(redis) == ["b-1"]

@@ -16,7 +16,6 @@ import structlog
 import torch
 from redis import Redis
 
-from contract import turns
 from contract.ledger import Ledger
 from contract.paths import Folders
 from contract.queues import queue
@@ -220,7 +219,7 @@ def test_a_device_that_always_fails_ends_the_worker_loudly_and_no_prompt_is_lost
     )
     assert [event["in_a_row"] for event in log(folders, "restarted")] == [1, 2]
     target = queue(redis, "tiny", "normal")
-    waiting = [*redis.lrange(target.key, 0, -1), *redis.lrange(turns.backlog("b"), 0, -1)]
+    waiting = [*redis.lrange(target.key, 0, -1), *redis.lrange(redis.names.backlog("b"), 0, -1)]
     assert sorted(waiting) == [f"b-{index}".encode() for index in range(6)]
     assert not redis.exists(target.started_job_registry.key)
     batch = ledger.get("b")

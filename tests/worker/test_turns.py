@@ -19,6 +19,7 @@ from contract.errors import PromptFailure
 from contract.hours import Hours, Stretch
 from contract.jobs import ErrorCode
 from contract.ledger import BatchSpec, Cursor, Ledger
+from contract.names import Names
 from contract.paths import Folders
 from contract.queues import enqueuing, queue
 from contract.sampling import SamplingParams
@@ -46,7 +47,10 @@ def batches(rows: list[Taken]) -> str:
 
 def standing(redis: Redis) -> dict[str, list[bytes]]:
     """Batches in the turns and among those whose hours are watched."""
-    return {"turns": redis.zrange(turns.turns(NAME), 0, -1), "hours": redis.zrange(turns.hours(NAME), 0, -1)}
+    return {
+        "turns": redis.zrange(redis.names.turns(NAME), 0, -1),
+        "hours": redis.zrange(redis.names.hours(NAME), 0, -1),
+    }
 
 
 NOWHERE: dict[str, list[bytes]] = {"turns": [], "hours": []}
@@ -126,8 +130,8 @@ def test_rows_of_versions_that_knew_no_turns_are_taken(
     redis: Redis, submit: Callable[..., str], intake: Intake
 ) -> None:
     submit(3, batch="a")
-    redis.rename(turns.backlog("a"), queue(redis, "demo", "normal").key)
-    redis.delete(turns.turns(NAME))
+    redis.rename(redis.names.backlog("a"), queue(redis, "demo", "normal").key)
+    redis.delete(redis.names.turns(NAME))
     assert queues.depths(redis, "demo")["normal"] == 3
     assert [row.index for row in intake.take(8)] == [0, 1, 2]
 
@@ -159,7 +163,7 @@ def test_a_batch_whose_rows_were_removed_is_passed_over(
     submit(2, batch="a")
     submit(2, batch="b")
     submit(2, batch="c", hours=Hours(not_before=1.0))
-    redis.delete(turns.backlog("a"), turns.backlog("c"))
+    redis.delete(redis.names.backlog("a"), redis.names.backlog("c"))
     assert batches(intake.take(8)) == "bb"
     assert standing(redis) == NOWHERE
 
@@ -209,7 +213,7 @@ def test_a_row_is_in_the_intermediate_list_when_the_script_fails_halfway(
 
 
 def ledger_starts(batch: str) -> str:
-    return Ledger.key(batch, "starts")
+    return Names().batch(batch, "starts")
 
 
 def intermediate(redis: Redis) -> str:
@@ -246,7 +250,7 @@ def test_every_row_stands_in_one_place_whatever_happens(
         elif action == "hours":
             opens = dice.choice([1.0, LATER])
             redis.hset(ledger.key("c"), "hours", Hours(not_before=opens).model_dump_json())
-            redis.zadd(turns.hours(NAME), {"c": 0}, xx=True)
+            redis.zadd(redis.names.hours(NAME), {"c": 0}, xx=True)
             held += some
         else:
             assert intake.give_back(some) == len(some)
@@ -300,12 +304,12 @@ def test_a_window_that_closes_takes_the_batch_out_and_running_rows_finish(
     wait_until(lambda: soon(redis, 0) > first + 3601.0)
     assert intake.take(8) == []
     assert standing(redis) == {"turns": [], "hours": [b"w"]}
-    assert redis.zscore(turns.hours(NAME), "w") == pytest.approx(first + 86_400, abs=1e-3)
+    assert redis.zscore(redis.names.hours(NAME), "w") == pytest.approx(first + 86_400, abs=1e-3)
     assert intake.finish(rows[:1]) == 1
     assert intake.give_back(rows[1:]) == 1  # it had begun, so it finishes
     assert [row.index for row in intake.take(8)] == [1]
     redis.hset(ledger.key("w"), "hours", Hours().model_dump_json())
-    redis.zadd(turns.hours(NAME), {"w": 0})
+    redis.zadd(redis.names.hours(NAME), {"w": 0})
     assert [row.index for row in intake.take(8)] == list(range(2, 10))
 
 
@@ -346,7 +350,7 @@ def test_the_ledger_keeps_hours_and_the_report_says_until_when_rows_wait(
     batch = ledger.get("w")
     assert batch is not None
     assert batch.spec.hours == Hours(not_before=LATER)
-    redis.delete(turns.backlog("w"))
+    redis.delete(redis.names.backlog("w"))
     assert report.batch_reports([batch], ledger, folders)[0].waits_until is None
 
 
