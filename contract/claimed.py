@@ -12,7 +12,7 @@ import time
 import unicodedata
 from pathlib import Path
 
-from contract import logs
+from contract import audit, logs
 from contract.formats import OUTPUT_ENDS
 from contract.ledger import BatchSpec, Ledger
 from contract.paths import Folders, fsync_folder, publish
@@ -44,9 +44,10 @@ def read_manifest(folder: Path) -> BatchSpec:
     return BatchSpec.model_validate_json((folder / MANIFEST).read_bytes())
 
 
-def record(spec: BatchSpec, ledger: Ledger, folders: Folders) -> None:
-    """The last step of a claim: the ledger learns of the batch."""
+def record(spec: BatchSpec, ledger: Ledger, folders: Folders, via: str = audit.COMMAND) -> None:
+    """The last step of a claim: the ledger learns of the batch. `via` is who asked for it, for the audit log."""
     fsync_folder(folders.claimed / spec.batch)
+    audit.submitted(spec, source(spec, folders).stat().st_size, via)
     ledger.create(spec)
     logs.get(batch=spec.batch).info("batch_created", file=spec.source, output=spec.output, model=spec.model)
 
@@ -57,7 +58,7 @@ def adopt(spec: BatchSpec, ledger: Ledger, folders: Folders) -> BatchSpec:
         spec = spec.model_copy(update={"output": reserve_output(spec.output, spec.batch, ledger, folders)})
         write_manifest(spec, folders)
     logs.get(batch=spec.batch).info("claim_adopted", file=spec.source)
-    record(spec, ledger, folders)
+    record(spec, ledger, folders, audit.FOUND)
     return spec
 
 

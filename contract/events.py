@@ -30,7 +30,7 @@ EVERY_LINE = {
     "host, pid": "which machine and process wrote the line",
     "worker": "which worker, on all lines of a worker's process",
     "batch, index": "which prompt, on lines about one prompt; `batch` alone on lines about a batch",
-    "indices": 'which prompts, on lines about several: `{"BATCH": "0-31,40"}`, a range or number of rows for each batch',
+    "indices": 'which prompts, on lines about several: `{"BATCH": "0-31,40"}`, ranges of row numbers by batch',
     "exception": "the traceback, where there is one",
 }
 
@@ -331,16 +331,17 @@ IN_FILE_ONLY = frozenset({"rows_submitted", "rows_taken", "rows_finished"})
 _HEAD = """\
 # Logs
 
-Made from `contract/events.py` by `python -m contract.events > docs/logs.md`; a test holds that both are equal, and that
-nothing is logged that is not listed here. Names, levels and fields are stable: new ones come, old ones keep their meaning.
+Made from `contract/events.py` by `python -m contract.events > docs/logs.md`; tests hold that both are equal, and that
+nothing is logged that is not listed here. Names, levels and fields are stable: new ones come, old ones keep their
+meaning.
 
 Every process writes JSON lines to a file of its own under `logs/`: `worker-NAME.jsonl`, `producer-HOST.jsonl` (all
 producer commands of a host). A file is rotated at `log_max_mb` or after `log_max_hours`, to
 `NAME.YYYYMMDDTHHMMSSffffff.jsonl`; older ones are compressed, and go after `log_keep_days` or when all take more than
 `log_keep_mb`. On a terminal the same events are shown for people, without {hidden}.
 
-`producer logs BATCH[:INDEX]` merges all of them by time into the story of a batch or a prompt, `producer report` sums up
-throughput and failures. What Python and libraries say is in there too (`library_message`, `python_warning`). Secrets
+`producer logs BATCH[:INDEX]` merges all of them by time into the story of a batch or a prompt, `producer report` sums
+up throughput and failures. What Python and libraries say is in there too (`library_message`, `python_warning`). Secrets
 are masked (`***`): credentials in addresses, values of environment variables whose names hold KEY, TOKEN, PASSWORD or
 SECRET, and whatever follows such a name or looks like a token. Prompts and outputs are logged only with `log_prompts`.
 

@@ -93,11 +93,10 @@ class LogFile:
 
     def _append(self, data: bytes) -> None:
         assert self._descriptor is not None
-        self._torn = True  # until all of it is written
         left = memoryview(data)
         while left:
             left = left[os.write(self._descriptor, left) :]
-        self._torn = False
+            self._torn = bool(left)
 
     def _make_ready(self, size: int) -> None:
         """Have the file open that is to be written now."""
@@ -149,15 +148,13 @@ def listed(folder: Path) -> list[Found]:
 def lines(path: Path) -> Iterator[bytes]:
     """The lines of a file, compressed or not; also of one that was compressed since it was listed. A torn end of a
     compressed file ends it."""
-    try:
-        stream = gzip.open(path) if path.suffix == ".gz" else path.open("rb")
-    except FileNotFoundError:
-        if path.suffix == ".gz":
+    if path.suffix != ".gz":
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as stream:
+            yield from stream
             return
-        yield from lines(path.with_name(f"{path.name}.gz"))
-        return
-    with stream, contextlib.suppress(EOFError, gzip.BadGzipFile):
-        yield from stream
+        path = path.with_name(f"{path.name}.gz")
+    with contextlib.suppress(FileNotFoundError, EOFError, gzip.BadGzipFile), gzip.open(path) as packed:
+        yield from packed
 
 
 def tidy_soon(folder: Path, limits: Limits, stem: str) -> threading.Thread:

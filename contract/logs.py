@@ -7,23 +7,39 @@ libraries and Python itself have to say comes out as events, too. Secrets do not
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
 import socket
 import sys
 from collections.abc import Mapping, MutableMapping
+from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 
 import structlog
 
 from contract import events
 from contract.logfiles import Limits, LogFile, tidy_soon
-from contract.masking import Mask, secrets_in
+from contract.masking import Mask, secrets_in, secrets_of
 from contract.settings import Settings
 
+AUDIT = "dllm.audit"
+"""The logger of `contract.audit`."""
 HOUR_S, DAY_S = 3600.0, 86_400.0
-QUIET = ("rq", "watchdog", "urllib3", "transformers", "huggingface_hub", "filelock", "asyncio", "uvicorn.access", "PIL")
+QUIET = (
+    "rq",
+    "rq.worker",
+    "watchdog",
+    "urllib3",
+    "transformers",
+    "huggingface_hub",
+    "filelock",
+    "asyncio",
+    "uvicorn.access",
+    "PIL",
+)
 """Libraries of which warnings are enough."""
 WITH_HANDLERS = ("transformers", "huggingface_hub", "uvicorn", "uvicorn.error", "uvicorn.access", "rq.worker")
 """Libraries that write to the terminal by handlers of their own."""
@@ -34,7 +50,7 @@ def set_up(settings: Settings, name: str, quiet: bool = False, worker: str | Non
 
     `quiet` is for commands that answer and end: the terminal is kept to warnings. `worker` is on every line.
     """
-    mask = Mask(secrets_in(os.environ))
+    mask = Mask([*secrets_in(os.environ), *secrets_of(settings.redis_url or "")])
     settings.folders.logs.mkdir(parents=True, exist_ok=True)
     file = _Lines(LogFile(settings.folders.logs / f"{name}.jsonl", limits(settings)))
     file.setFormatter(_formatter(mask, _Known(worker), _json))
@@ -51,6 +67,7 @@ def set_up(settings: Settings, name: str, quiet: bool = False, worker: str | Non
     root.setLevel(settings.log_level.upper())
     for library in QUIET:
         logging.getLogger(library).setLevel("WARNING")
+    _set_up_audit(settings, mask)
     logging.captureWarnings(True)
     adopt_libraries()
     structlog.configure(
@@ -65,6 +82,15 @@ def set_up(settings: Settings, name: str, quiet: bool = False, worker: str | Non
     )
     if not quiet:
         tidy_soon(settings.folders.logs, limits(settings), name)
+
+
+def _set_up_audit(settings: Settings, mask: Mask) -> None:
+    """A file of its own, written at any log level, and nothing on the terminal."""
+    kept = replace(limits(settings), keep_s=settings.audit_keep_days * DAY_S)
+    handler = _AuditLines(LogFile(settings.folders.logs / "audit.jsonl", kept, locked=True), mask)
+    logger = logging.getLogger(AUDIT)
+    logger.handlers, logger.propagate = [handler], False
+    logger.setLevel("INFO")
 
 
 def adopt_libraries() -> None:
@@ -170,6 +196,27 @@ class _Lines(logging.Handler):
         if self._file.write(line) and lost:
             self._file.lost = 0
             get().warning("log_lines_lost", lines=lost)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+class _AuditLines(logging.Handler):
+    """Writes what `contract.audit` says: records whose message is a dictionary."""
+
+    def __init__(self, file: LogFile, mask: Mask) -> None:
+        super().__init__()
+        self._file = file
+        self._mask = mask
+
+    def emit(self, record: logging.LogRecord) -> None:
+        fields = dict(record.msg) if isinstance(record.msg, dict) else {"event": record.getMessage()}
+        when = datetime.fromtimestamp(record.created, UTC).isoformat().replace("+00:00", "Z")
+        line = {"timestamp": when, "level": "info", "event": fields.pop("event"), "host": host(), "pid": os.getpid()}
+        text = json.dumps(line | fields, ensure_ascii=False, default=str)
+        if not self._file.write(self._mask(text) + "\n"):
+            get(batch=fields.get("batch")).error("audit_failed", reason=f"{self._file.path} cannot be written")
 
     def close(self) -> None:
         self._file.close()

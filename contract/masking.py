@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
+from urllib.parse import unquote, urlsplit
 
 HIDDEN = "***"
 SHORTEST = 6
@@ -38,6 +39,13 @@ class Mask:
         if "@" in text:
             text = _ADDRESS.sub(rf"\g<1>{HIDDEN}@", text)
         return _FORMS.sub(HIDDEN, _NAMED.sub(rf"\g<1>{HIDDEN}", text))
+
+
+def secrets_of(address: str) -> list[str]:
+    """The passwords in a server's address, as they are written there and as they are meant."""
+    parts = urlsplit(address)
+    found = [parts.password or "", *re.findall(r"password=([^&#]+)", parts.query)]
+    return [form for secret in found for form in (secret, unquote(secret)) if form]
 
 
 def secrets_in(environment: Mapping[str, str]) -> list[str]:

@@ -30,7 +30,7 @@ from uuid import uuid4
 from redis.exceptions import LockError
 from redis.lock import Lock
 
-from contract import formats, logs, paths, segments
+from contract import audit, formats, logs, paths, segments
 from contract.claimed import MANIFEST
 from contract.errors import DllmError, UsageError
 from contract.jobs import ErrorCode, ErrorDetail, ErrorRow, PromptJob
@@ -82,6 +82,7 @@ def seal(batch: str, ledger: Ledger, folders: Folders) -> bool:
             _publish(record, ledger, folders, lease)
             processed = _put_source_away(folders.claimed / batch, folders.processed)
             lease.hold()
+            audit.published(record, ledger.now())
             ledger.close(batch, processed)
         except _LeaseLost:
             logs.get(batch=batch).warning("sealing_taken_over")

@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple, cast
 
 from pydantic import ValidationError
 
-from contract import claimed, logs
+from contract import audit, claimed, logs
 from contract.claimed import MANIFEST, idle_s
 from contract.errors import DllmError, UsageError
 from contract.hours import Hours
@@ -60,9 +60,10 @@ class Look(NamedTuple):
 
 
 class Claims:
-    """The folder of claimed sources, and the ledger's view of it."""
+    """The folder of claimed sources, and the ledger's view of it. `via` is who asks, for the audit log."""
 
-    def __init__(self, settings: ProducerSettings, ledger: Ledger) -> None:
+    def __init__(self, settings: ProducerSettings, ledger: Ledger, via: str = audit.COMMAND) -> None:
+        self.via = via
         self.settings = settings
         self.folders: Folders = settings.folders
         self.ledger = ledger
@@ -87,7 +88,7 @@ class Claims:
         except OSError:
             self._discard(spec)
             raise
-        claimed.record(spec, self.ledger, self.folders)
+        claimed.record(spec, self.ledger, self.folders, self.via)
         return spec
 
     def snapshot(self, file: Path, name: str | None = None) -> BatchSpec:
@@ -146,7 +147,7 @@ class Claims:
         except BaseException:
             self._discard(spec)
             raise
-        claimed.record(spec, self.ledger, self.folders)
+        claimed.record(spec, self.ledger, self.folders, self.via)
         return spec
 
     def pending(self) -> list[BatchSpec]:

@@ -23,7 +23,7 @@ import yaml
 from redis.exceptions import RedisError
 from rich.progress import Progress as Bar
 
-from contract import cancelling, claimed, formats, logs, paths, queues, sealing, server
+from contract import audit, cancelling, claimed, formats, logs, paths, queues, sealing, server
 from contract.errors import BadPrompt, DllmError, UsageError, nearest
 from contract.hours import closed_until
 from contract.jobs import PRIORITIES, ErrorCode, ErrorRow
@@ -372,6 +372,7 @@ def retry(
         for one in chosen:
             try:
                 queued[one] = sealing.retry(one, codes, session.ledger, session.folders, session.ledger.redis, id_)
+                audit.requeued(one, queued[one])
             except UsageError as error:
                 if batch:
                     raise
@@ -407,6 +408,7 @@ def cancel_command(
             ended = cancelling.cancel_rows(batch, id_, session.ledger, session.folders)
         else:
             ended = cancelling.cancel(batch, session.ledger, session.folders)
+        audit.cancelled(batch, ended.rows)
         after = report.batch_reports([report.find(batch, session.ledger)], session.ledger, session.folders)[0]
         if as_json:
             document = {"batch": batch, "cancelled": ended.rows, "unknown": ended.unknown}
@@ -598,6 +600,7 @@ def _resume(spec: BatchSpec, file: Path, session: Session) -> int:
     """The same was submitted before: run again what has no output, and say so; returns how many rows."""
     found = report.find(spec.batch, session.ledger)
     resumed = resume(found, file, session.settings.max_line_mb << 20, session.ledger, session.folders)
+    audit.requeued(spec.batch, resumed.queued)
     counts = found.counts
     total = "?" if counts.total is None else counts.total
     told = f"{file} was submitted before as {spec.batch}: {counts.done} of {total} rows are done"

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from contract import logs, sealing
+from contract import audit, logs, sealing
 from contract.ledger import LOCK_S, BatchSpec, Ledger
 from contract.settings import ProducerSettings
 from producer.claims import Claims, Look
@@ -38,7 +38,7 @@ class Watcher:
         self.settings = settings
         self.ledger = ledger
         self.stop = stop
-        self.claims = Claims(settings, ledger)
+        self.claims = Claims(settings, ledger, audit.WATCH)
         self._wake = threading.Event()
         self._inbox = Inbox(settings.folders.inputs, settings.settle_s)
         self._hints = Hints(settings.folders.inputs, self._wake)

@@ -82,8 +82,8 @@ def _supervise(places: list[str], config: WorkerSettings, burst: bool, flags: di
     from worker.supervisor import supervise
 
     name = worker_name(config)
-    logs.set_up(config.folders.create().logs, f"worker-{name}", config.log_level, config.log_max_mb)
-    return supervise(places, name, burst, flags, logs.get(worker=name))
+    logs.set_up(config, f"worker-{name}", worker=name)
+    return supervise(places, name, burst, flags, logs.get())
 
 
 def _work(config: WorkerSettings, burst: bool, supervisor: int | None) -> None:
@@ -91,11 +91,16 @@ def _work(config: WorkerSettings, burst: bool, supervisor: int | None) -> None:
     from worker.intake import worker_name
 
     worker = worker_name(config)
-    logs.set_up(config.folders.create().logs, f"worker-{worker}", config.log_level, config.log_max_mb)
-    log = logs.get(worker=worker)
+    logs.set_up(config, f"worker-{worker}", worker=worker)
+    log = logs.get()
+    log.info("worker_started", model=config.model, device=config.device)
     progress = Progress()
-    with Restarts(config.max_restarts, progress, log, supervisor) as restarts:
-        _denoise(config, burst, supervisor, progress, restarts)
+    try:
+        with Restarts(config.max_restarts, progress, log, supervisor) as restarts:
+            _denoise(config, burst, supervisor, progress, restarts)
+    except Exception:
+        log.critical("process_failed", exc_info=True)
+        raise
     log.info("worker_stopped")
 
 
@@ -106,7 +111,7 @@ def _denoise(
     # Imported here: torch and transformers take seconds, and `worker --help` should not.
     from contract.ledger import Ledger
     from contract.server import open_redis
-    from worker.intake import Intake, worker_name
+    from worker.intake import Intake
     from worker.loop import Loop
     from worker.model import open_model
     from worker.outputs import Outputs
@@ -114,10 +119,11 @@ def _denoise(
     from worker.throughput import TokenRate
     from worker.watchdog import Watchdog
 
-    log = logs.get(worker=worker_name(config))
+    log = logs.get()
     redis = open_redis(config)
     ledger = Ledger(redis)
     started = time.perf_counter()
+    logs.adopt_libraries()
     opened = open_model(config)
     log.info("model_loaded", seconds=round(time.perf_counter() - started, 2), **opened.describe())
 

@@ -132,7 +132,7 @@ def test_a_killed_worker_loses_nothing_and_doubles_nothing(system: System, wait_
     record = ledger.get(batch)
     assert record is not None
     assert (record.counts.done, record.counts.failed) == (300, 0)
-    assert "put back jobs" in {event["event"] for event in system.log("worker-w1.jsonl")}
+    assert "rows_put_back" in {event["event"] for event in system.log("worker-w1.jsonl")}
     assert (system.root / "many.jsonl").exists()  # submitted, not dropped: the user's own file stays
 
 
@@ -165,7 +165,7 @@ def test_one_command_keeps_a_worker_alive_on_each_device(system: System, wait_un
     supervisor.send_signal(signal.SIGTERM)
     assert supervisor.wait(timeout=30) == 0
     assert states() == {}
-    assert [event["code"] for event in system.log("worker-box.jsonl") if event["event"] == "worker died"] == [-9]
+    assert [event["code"] for event in system.log("worker-box.jsonl") if event["event"] == "child_died"] == [-9]
 
 
 def test_workers_stop_when_their_supervisor_is_killed(system: System, wait_until: Callable[..., None]) -> None:
