@@ -15,6 +15,8 @@ from typing import Any
 from contract.ledger import Batch, BatchSpec
 from contract.logs import AUDIT
 
+NAME = "audit"
+"""Stem of the file."""
 COMMAND, WATCH, FOUND = "command", "watch", "found"
 """What asked, beside the names of HTTP keys: a command, a dropped file, a claim whose maker died on the way."""
 

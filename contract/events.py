@@ -48,7 +48,7 @@ LIFE = (
         "batch indices unreadable",
         "a chunk of the file is in the queue; `unreadable` of its rows are error rows at once",
     ),
-    _event("submitting_resumed", "info", "batch index", "a submission that was interrupted goes on at this row"),
+    _event("submitting_resumed", "info", "batch row", "a submission that was interrupted goes on at this row"),
     _event("batch_submitted", "info", "batch rows", "the file was read to its end; `rows` is how many it has"),
     _event("batch_empty", "warning", "batch file", "the file holds no prompts: its output is empty", "look at it"),
     _event("rows_taken", "info", "indices rows", "prompts that this worker took from the queue, once a second"),

@@ -21,7 +21,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -145,7 +145,7 @@ def listed(folder: Path) -> list[Found]:
     return sorted(found.values(), key=lambda one: (one.stem, one.stamp or "~"))
 
 
-def lines(path: Path) -> Iterator[bytes]:
+def lines(path: Path) -> Generator[bytes, None, None]:
     """The lines of a file, compressed or not; also of one that was compressed since it was listed. A torn end of a
     compressed file ends it."""
     if path.suffix != ".gz":

@@ -280,6 +280,15 @@ def prompts(redis: Connection, batch: str, indices: Sequence[int]) -> list[Promp
         return [_prompt(data) for data in pipe.execute(raise_on_error=False)]
 
 
+def whereabouts(redis: Connection, job_id: str) -> dict[str, str] | None:
+    """What RQ's record of a job says of it: `status`, `worker` and `started_at`, as far as they are there; None where
+    there is no job."""
+    values = cast("list[bytes | None]", redis.hmget(Job.key_for(job_id), ["status", "worker_name", "started_at"]))
+    found = zip(("status", "worker", "started_at"), values, strict=True)
+    told = {name: value.decode(errors="replace") for name, value in found if value}
+    return told or None
+
+
 def withdraw(redis: Connection, target: Queue, batch: str, ledger_keys: Sequence[str], rows: Sequence[int]) -> int:
     """Mark those of `rows` that have not ended as cancelled, and take them out of the queue; returns how many.
 

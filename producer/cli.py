@@ -24,14 +24,14 @@ from redis.exceptions import RedisError
 from rich.progress import Progress as Bar
 
 from contract import audit, cancelling, claimed, formats, logs, paths, queues, sealing, server
-from contract.errors import BadPrompt, DllmError, UsageError, nearest
+from contract.errors import BadPrompt, DllmError, ServerError, UsageError, nearest
 from contract.hours import closed_until
 from contract.jobs import PRIORITIES, ErrorCode, ErrorRow
 from contract.ledger import Batch, BatchSpec, BatchState, Cursor, Ledger, Mark
 from contract.paths import Folders
 from contract.sampling import SamplingParams, parse_params
 from contract.settings import ProducerSettings, read
-from producer import configuring, display, report
+from producer import configuring, display, journals, report, story
 from producer.claims import KINDS, Claims, Look, checked_name, is_utf8
 from producer.doctor import examine
 from producer.resuming import resume
@@ -419,6 +419,41 @@ def cancel_command(
             display.say(f"no row with the id '{one}' waits or runs: it ended, or was not read yet, or never was")
         if ended.unknown:
             raise typer.Exit(1)
+
+
+@app.command("logs")
+def logs_command(
+    subject: Annotated[str, typer.Argument(metavar="BATCH[:INDEX]", help="A batch, or one of its rows by its index")],
+    since: Annotated[str | None, typer.Option("--since", help="Not before: 24h, 90m, 7d or 2026-12-02T22:00")] = None,
+    as_json: Json = False,
+    root: Root = None,
+    redis_url: RedisUrl = None,
+    debug: Debug = False,
+) -> None:
+    """Tell the story of a batch or of one prompt, from the logs of all processes, and how it stands now.
+
+    Example: producer logs questions-1a2b3c4d:17
+    """
+    with _errors(debug):
+        told = story.Subject.of(subject)
+        settings = read(ProducerSettings, {"root": root, "redis_url": redis_url})
+        standing = _how_it_stands(told, settings)
+        start = journals.since(since) if since else None
+        found = story.events(told, settings.folders.logs, start)
+        count = display.story(told, found, standing, as_json)
+        if standing is None and not count:
+            raise UsageError(f"neither Redis nor the logs know '{subject}': `producer status` lists the batches")
+
+
+def _how_it_stands(told: story.Subject, settings: ProducerSettings) -> dict[str, Any] | None:
+    """None where Redis is away, or knows no such batch: then the logs are asked alone."""
+    try:
+        ledger = Ledger(server.open_redis(settings))
+        batch = ledger.get(told.batch)
+        return story.standing(told, batch, ledger, settings.folders) if batch else None
+    except (ServerError, RedisError) as error:
+        display.say(f"how it stands is not known: {error}")
+        return None
 
 
 @app.command()

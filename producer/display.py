@@ -6,9 +6,10 @@ Rich on a terminal, plain aligned text where the output is piped. Progress goes 
 from __future__ import annotations
 
 import itertools
+import json
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -19,7 +20,9 @@ from rich.text import Text
 from contract.jobs import REMEDIES, ErrorCode, ErrorRow
 from contract.ledger import Batch
 from producer.doctor import Diagnosis
+from producer.journals import moment_of
 from producer.report import BatchReport, SystemReport, WorkerReport
+from producer.story import Subject
 
 LONGEST_CELL = 60
 PAGE = 1_000
@@ -82,6 +85,49 @@ def duration(seconds: float | None) -> str:
 def moment(at: float) -> str:
     """A moment of the next hours as `22:00`, any other as `2026-12-03 22:00`; local time."""
     return time.strftime("%H:%M" if abs(at - time.time()) < SOON_S else "%Y-%m-%d %H:%M", time.localtime(at))
+
+
+def story(subject: Subject, found: Iterable[dict[str, Any]], standing: dict[str, Any] | None, as_json: bool) -> int:
+    """What the logs hold, and how it stands; returns how many events there were."""
+    count = 0
+    if as_json:
+        head = {"batch": subject.batch, "index": subject.index, "standing": standing}
+        answer(json.dumps(head)[:-1] + ', "events": [')
+        for count, event in enumerate(found, start=1):
+            answer((", " if count > 1 else "") + json.dumps(event))
+        answer("]}")
+        return count
+    for event in found:
+        answer(safe(_told(subject, event)))
+        count += 1
+    if not count:
+        say("the logs hold nothing of it: it was not begun, or they are older than what is kept")
+    if standing is not None:
+        answer(safe("stands: " + ", ".join(f"{name} {value}" for name, value in _flat(standing) if value is not None)))
+    return count
+
+
+KNOWN = {"timestamp", "level", "event", "host", "pid", "worker", "batch", "index", "indices"}
+
+
+def _told(subject: Subject, event: dict[str, Any]) -> str:
+    """A line of a story: when, who, what happened, and what is known of it."""
+    at = moment_of(event)
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)) + f".{int(at % 1 * 1000):03}"
+    who = event.get("worker") or f"{event.get('host')}/{event.get('pid')}"
+    known = [f"{name}={value}" for name, value in event.items() if name not in KNOWN and value not in ("", None)]
+    if subject.index is None:
+        rows = (event.get("indices") or {}).get(subject.batch, event.get("index"))
+        known = [] if rows is None else [f"rows {rows}", *known]
+    return "  ".join([when, str(who), str(event["event"]).replace("_", " "), " ".join(known)]).rstrip()
+
+
+def _flat(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value)
+        else:
+            yield name, value
 
 
 def clear() -> None:

@@ -150,7 +150,7 @@ class Submission:
         limit = self._settings.max_line_mb << 20
         self._rows = parse(self._source, self.spec, self.cursor, limit, self._tick)
         if self.cursor.index:
-            logs.get(batch=self.spec.batch).info("submitting_resumed", index=self.cursor.index)
+            logs.get(batch=self.spec.batch).info("submitting_resumed", row=self.cursor.index)
 
     def _read(self, room: Room) -> Chunk:
         chunk = Chunk(self.cursor)

@@ -455,6 +455,7 @@ class Intake:
         longest = min(self._settings.retry_max_s, self._settings.retry_base_s * 2.0 ** (taken.attempt - 1))
         delay = random.uniform(0.0, longest)
         meta = JSONSerializer.dumps({"attempts": taken.attempt, "error": f"{error.code}: {error}"[:500]})
+        self.journal.tell(now=True)  # that it was taken comes first
         self._log.warning(
             "prompt_retried",
             batch=taken.batch,

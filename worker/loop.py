@@ -203,6 +203,7 @@ class Loop:
         self._record(running.micro_batch, None)
 
     def _give_up(self, taken: Taken | Rejected, error: PromptError, row: ErrorRow) -> None:
+        self.intake.journal.tell(now=True)  # that it was taken comes first
         self.log.error(
             "prompt_failed",
             batch=taken.batch,

@@ -225,10 +225,10 @@ def test_a_file_that_cannot_be_claimed_now_is_claimed_later(
     monkeypatch.setattr("producer.claims.os.rename", rename)
     with watching():
         (folders.inputs / "a.txt").write_text("one\n")
-        wait_until(lambda: any("No space left" in notice["reason"] for notice in notices))
+        wait_until(lambda: any("No space left" in notice.get("reason", "") for notice in notices))
         full.clear()
         wait_until(submitted(ledger, 1))
-    assert sum("No space left" in notice["reason"] for notice in notices) == 1
+    assert sum("No space left" in notice.get("reason", "") for notice in notices) == 1
 
 
 def test_once_outlasts_an_outage(

@@ -171,7 +171,7 @@ def test_what_is_found_is_repaired_and_logged_and_what_is_for_a_person_is_logged
     told = [(event["event"], event["kind"], event["where"]) for event in events if "kind" in event]
     assert told == [
         ("found_and_repaired", "lost_rows", "b"),
-        ("found; it is for a person to repair", "unreadable_claim", str(odd)),
+        ("found_for_a_person", "unreadable_claim", str(odd)),
         ("found_and_repaired", "orphan_segments", str(folders.segments / "nobody")),
     ]
     assert waiting_ids(redis) == ["b-1", "b-0"]
