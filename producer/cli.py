@@ -31,7 +31,7 @@ from contract.ledger import Batch, BatchSpec, BatchState, Cursor, Ledger, Mark
 from contract.paths import Folders
 from contract.sampling import SamplingParams, parse_params
 from contract.settings import ProducerSettings, read
-from producer import configuring, display, journals, report, story
+from producer import configuring, display, journals, report, review, story
 from producer.claims import KINDS, Claims, Look, checked_name, is_utf8
 from producer.doctor import examine
 from producer.resuming import resume
@@ -454,6 +454,29 @@ def _how_it_stands(told: story.Subject, settings: ProducerSettings) -> dict[str,
     except (ServerError, RedisError) as error:
         display.say(f"how it stands is not known: {error}")
         return None
+
+
+@app.command("report")
+def report_command(
+    since: Annotated[str, typer.Option("--since", help="24h, 90m, 7d or a moment such as 2026-12-02T22:00")] = "24h",
+    plot: Annotated[Path | None, typer.Option("--plot", help="Draw it over time: a .png, .svg or .pdf file")] = None,
+    as_json: Json = False,
+    root: Root = None,
+    debug: Debug = False,
+) -> None:
+    """Sum up throughput and failures of the last hours from the logs: over time, by model, by worker, by code.
+
+    Example: producer report --since 24h --plot yesterday.png
+    """
+    with _errors(debug):
+        settings = read(ProducerSettings, {"root": root})
+        found = review.review(settings.folders.logs, journals.since(since))
+        if plot is not None:
+            review.plot(found, plot)
+        if as_json:
+            display.answer(found.model_dump_json(indent=2))
+            return
+        display.review(found)
 
 
 @app.command()

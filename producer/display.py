@@ -22,6 +22,7 @@ from contract.ledger import Batch
 from producer.doctor import Diagnosis
 from producer.journals import moment_of
 from producer.report import BatchReport, SystemReport, WorkerReport
+from producer.review import Review, Stretch
 from producer.story import Subject
 
 LONGEST_CELL = 60
@@ -120,6 +121,44 @@ def _told(subject: Subject, event: dict[str, Any]) -> str:
         rows = (event.get("indices") or {}).get(subject.batch, event.get("index"))
         known = [] if rows is None else [f"rows {rows}", *known]
     return "  ".join([when, str(who), str(event["event"]).replace("_", " "), " ".join(known)]).rstrip()
+
+
+def review(found: Review) -> None:
+    """Throughput over time, by model and by worker, and what failed. Stretches in which nothing happened are left
+    out."""
+    over_time = [one for one in found.bins if one.rows or one.output_tokens or one.failed or one.retried]
+    if not over_time:
+        answer(f"the logs hold no work since {moment(found.since)}")
+        return
+    table(
+        (f"FROM (EACH {duration(found.bin_s)})", *STRETCH),
+        [(moment(float(one.name)), *_stretch(one)) for one in [*over_time]],
+    )
+    for head, stretches in (("MODEL", found.models), ("WORKER", found.workers[:WORKERS_SHOWN])):
+        answer("")
+        table(
+            (head, *STRETCH, "BUSY", "PEAK MB"),
+            [
+                (short(one.name, 32), *_stretch(one), duration(one.busy_s), one.peak_memory_mb or "-")
+                for one in (*stretches, *([found.total] if head == "WORKER" and len(stretches) > 1 else ()))
+            ],
+        )
+    if len(found.workers) > WORKERS_SHOWN:
+        answer(f"and {len(found.workers) - WORKERS_SHOWN} workers more")
+    for head, codes in (("FAILED", found.failures), ("TRIED AGAIN", found.retries)):
+        if codes:
+            answer("")
+            table((head, "PROMPTS"), [(safe(code), count) for code, count in codes.items()])
+
+
+WORKERS_SHOWN = 20
+STRETCH = ("TOKENS/S", "TOKENS", "ROWS", "IN FLIGHT", "WAIT", "TOKENS/FORWARD", "FAILED", "RETRIED")
+
+
+def _stretch(one: Stretch) -> tuple[object, ...]:
+    per_forward = "-" if one.tokens_per_forward is None else f"{one.tokens_per_forward:.2f}"
+    speed = (f"{one.tokens_per_s:.1f}", one.output_tokens, one.rows, f"{one.rows_in_flight:.1f}")
+    return (*speed, duration(one.queue_wait_s), per_forward, one.failed, one.retried)
 
 
 def _flat(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -51,6 +51,18 @@ def merged(folder: Path, wanted: Wanted, since: float | None = None) -> Iterator
         _next(streams, which, stream)
 
 
+def unordered(folder: Path, wanted: Wanted, since: float | None = None) -> Iterator[dict[str, Any]]:
+    """The same lines, one file after the other; those of one process in their order."""
+    for found in listed(folder):
+        if found.stem == AUDIT or (since is not None and found.modified < since):
+            continue
+        for _, line in _lines(found, wanted, since):
+            with contextlib.suppress(ValueError):
+                event = json.loads(line)
+                if isinstance(event, dict):
+                    yield event
+
+
 def _next(streams: list[tuple[bytes, int, bytes, Stream]], number: int, stream: Stream) -> None:
     """Put the stream's next line among the others'; a stream that has none is not there any more."""
     for stamp, line in stream:
