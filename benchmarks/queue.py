@@ -54,6 +54,7 @@ ROUNDS = 5
 JOBS = 3_000
 SYSTEM_ROWS = 32
 WORKER_PROMPTS, WORKER_ROWS, STEP_S = 480, 8, 0.2
+LONGEST_S = 120.0
 SUBMIT_ROWS = 30_000
 PLAN = Plan(
     attention="bidirectional",
@@ -205,9 +206,19 @@ def _with_workers(count: int) -> float:
         for process in processes:
             process.start()
         ready.wait()
-        seconds = timed(lambda: [process.join() for process in processes])
-        assert (here.producer.folders.outputs / "workers.jsonl").is_file()
+        published = here.producer.folders.outputs / "workers.jsonl"
+        seconds = timed(lambda: _until(published.is_file))  # not until the workers are sure that nothing more comes
+        for process in processes:
+            process.join()
     return WORKER_PROMPTS / seconds
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LONGEST_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not done within {LONGEST_S:g} s")
+        time.sleep(0.005)
 
 
 def _sleeper(root: Path, ready: Any) -> None:

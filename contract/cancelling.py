@@ -105,7 +105,8 @@ def _row(index: int, job: PromptJob | None) -> ErrorRow:
     detail = ErrorDetail(code=ErrorCode.CANCELLED, message="cancelled before it had an answer")
     if job is None:  # Redis lost it
         return ErrorRow(index=index, id=str(index), line=0, prompt=None, error=detail)
-    return ErrorRow(index=index, id=job.id, line=job.line, prompt=shown(job.asked), error=detail)
+    told = {"id": job.id, "line": job.line, "prompt": shown(job.asked), "metadata": job.metadata}
+    return ErrorRow.model_validate({"index": index, **told, "error": detail})
 
 
 def _writer() -> str:

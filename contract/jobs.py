@@ -28,6 +28,7 @@ class ErrorCode(StrEnum):
     BAD_ENCODING = "bad_encoding"
     BAD_ROW = "bad_row"
     BAD_PARAMS = "bad_params"
+    BAD_FILE = "bad_file"
     DUPLICATE_ID = "duplicate_id"
     EMPTY_PROMPT = "empty_prompt"
     PROMPT_TOO_LONG = "prompt_too_long"
@@ -45,6 +46,7 @@ REMEDIES: dict[ErrorCode, str] = {
     ErrorCode.BAD_ENCODING: "save the file as UTF-8",
     ErrorCode.BAD_ROW: "give the row a 'prompt' (text), 'messages' (list of role and content) or 'prompt_token_ids'",
     ErrorCode.BAD_PARAMS: "correct the named parameter; the README's table lists them all",
+    ErrorCode.BAD_FILE: "correct what the message names and submit the file again: from that line on it was not read",
     ErrorCode.DUPLICATE_ID: "give every row its own custom_id",
     ErrorCode.EMPTY_PROMPT: "put text into the prompt or remove the row",
     ErrorCode.PROMPT_TOO_LONG: "shorten the prompt to the limit named in the message, or set truncate",
@@ -104,6 +106,7 @@ class PromptJob(BaseModel):
     messages: tuple[Message, ...] | None = None
     prompt_token_ids: tuple[TokenId, ...] | None = None
     params: SamplingParams = SamplingParams()
+    metadata: dict[str, Any] = Field(default={}, description="the row's other keys, for its output or error row")
     submitted_at: float = Field(description="seconds since the epoch")
 
     @property
@@ -140,6 +143,7 @@ class Completion(BaseModel):
     timing: dict[str, float] = Field(description="queued_s, denoise_s")
     denoise: dict[str, int | float] = Field(description="steps, forwards, tokens_per_forward")
     worker: str
+    metadata: dict[str, Any] = {}
 
 
 class ErrorDetail(BaseModel):
@@ -159,6 +163,7 @@ class ErrorRow(BaseModel):
     prompt: ShownPrompt | None
     error: ErrorDetail
     worker: str | None = None
+    metadata: dict[str, Any] = {}
 
 
 Row = Completion | ErrorRow

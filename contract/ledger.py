@@ -8,7 +8,7 @@ being the setting `key_prefix`:
     dllm:batches                     sorted set of batch ids by creation time
     dllm:open                        set of the batch ids that are not published yet
     dllm:batch:{id}                  hash: spec (JSON), state, total, finished_at, hours (JSON) where it has any;
-                                     processed (name of its source in batch_processed/);
+                                     processed (path of its source in batch_processed/);
                                      started_at, ended_at (first start and last end of a row), output_tokens;
                                      cancelled_at, unread when cancelled
     dllm:batch:{id}:cursor           JSON Cursor: how far the source has been submitted
@@ -35,10 +35,13 @@ from redis.client import Pipeline
 from redis.exceptions import LockError
 from redis.lock import Lock
 
+from contract.columns import Columns
 from contract.hours import Hours
 from contract.jobs import OutputFormat, Priority
 from contract.names import Connection
 from contract.sampling import SamplingParams
+
+Kind = Literal["txt", "jsonl", "csv", "parquet"]
 
 LOCK_S = 30.0
 """A lock not extended for this long belongs to a dead process."""
@@ -75,10 +78,11 @@ class Prices(BaseModel):
 class BatchSpec(BaseModel):
     """What was asked for; written once, at creation.
 
-    `source` is the file's name as the user knows it; `output` the stem of the published files, owned by this batch
-    alone; `output_format` the form they have beside JSON lines; `params` what rows get that do not say otherwise;
-    `hours` when it may run, None for always; `content` is one for all batches that would give the same outputs, None
-    for those whose like is not looked for.
+    `source` is the file's name as the user knows it; `output` the stem of the published files, with the folder below
+    `batch_outputs/` in which they will lie, owned by this batch alone; `output_format` the form they have beside JSON
+    lines; `params` what rows get that do not say otherwise; `hours` when it may run, None for always. `packed` says
+    that the source is a `.gz`, `params_line` that its first line tells parameters and is no prompt. `content` is one
+    for all batches that would give the same outputs, None for those whose like is not looked for.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -86,8 +90,11 @@ class BatchSpec(BaseModel):
     batch: str
     source: str
     output: str
-    kind: Literal["txt", "jsonl"]
+    kind: Kind
+    packed: bool = False
     txt_mode: Literal["lines", "file"] = "lines"
+    params_line: bool = False
+    columns: Columns = Columns()
     model: str
     priority: Priority
     params: SamplingParams
@@ -132,7 +139,7 @@ class Batch(BaseModel):
     """A batch as the ledger knows it at one moment.
 
     `started_at` is when a row of it was taken first, `ended_at` when the last one so far ended, by a worker;
-    `output_tokens` is how many the rows done have; `processed` the name of its source in `batch_processed/`.
+    `output_tokens` is how many the rows done have; `processed` the path of its source in `batch_processed/`.
     `cancelled_at` is when the whole of it was cancelled; `unread` says that its source was not read to the end then.
     """
 
@@ -257,7 +264,7 @@ class Ledger:
         return sorted(_text(batch) for batch in cast("set[bytes]", self.redis.smembers(self._names.key("open"))))
 
     def close(self, batch: str, processed: str | None = None) -> None:
-        """The batch is published and its source moved, to the name `processed` where this call's process moved it.
+        """The batch is published and its source moved, to the path `processed` where this call's process moved it.
 
         Nothing more will happen to it unprompted.
         """

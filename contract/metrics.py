@@ -25,33 +25,80 @@ def _metric(name: str, kind: Kind, labels: str, meaning: str) -> Metric:
 
 
 WORKER = (
-    _metric("dllm_worker_info", "gauge", "worker model device dtype quantize", "1, with what the worker is in its labels"),
+    _metric(
+        "dllm_worker_info", "gauge", "worker model device dtype quantize", "1, with what the worker is in its labels"
+    ),
     _metric("dllm_worker_ready", "gauge", "", "1 while /readyz says so, else 0"),
     _metric("dllm_rows_in_flight", "gauge", "", "prompts in the engine"),
-    _metric("dllm_rows_in_flight_limit", "gauge", "", "prompts that the engine denoises together at most; falls when memory runs out"),
+    _metric(
+        "dllm_rows_in_flight_limit",
+        "gauge",
+        "",
+        "prompts that the engine denoises together at most; falls when memory runs out",
+    ),
     _metric("dllm_rows_finished_total", "counter", "", "prompts with an answer on the disk"),
     _metric("dllm_rows_failed_total", "counter", "code", "prompts that failed for good"),
     _metric("dllm_row_retries_total", "counter", "", "attempts that failed and will be followed by another"),
-    _metric("dllm_leases_lost_total", "counter", "", "prompts that were somebody else's, or cancelled, before they ended here"),
+    _metric(
+        "dllm_leases_lost_total",
+        "counter",
+        "",
+        "prompts that were somebody else's, or cancelled, before they ended here",
+    ),
     _metric("dllm_output_tokens_total", "counter", "", "tokens of answers on the disk"),
     _metric("dllm_prompt_tokens_total", "counter", "", "tokens of prompts that were answered"),
     _metric("dllm_output_tokens_per_second", "gauge", "", "tokens of answers per second, over the last minute"),
-    _metric("dllm_row_forwards_total", "counter", "", "forwards, summed over answered prompts: output tokens over this are tokens per forward"),
-    _metric("dllm_prompt_positions_total", "counter", "source", "prompt positions that were `computed`, and those `reused` from other prompts' beginnings"),
-    _metric("dllm_step_seconds", "histogram", "phase", "time of a denoise step by phase: prefill, denoise and commit share the forward by their positions; logits, host. On a GPU the wait for the device shows under logits"),
-    _metric("dllm_gpu_memory_bytes", "gauge", "gpu kind", "memory of a CUDA device: `allocated` to tensors, `reserved` by the process, `used` by all processes, `total`"),
+    _metric(
+        "dllm_row_forwards_total",
+        "counter",
+        "",
+        "forwards, summed over answered prompts: output tokens over this are tokens per forward",
+    ),
+    _metric(
+        "dllm_prompt_positions_total",
+        "counter",
+        "source",
+        "prompt positions that were `computed`, and those `reused` from other prompts' beginnings",
+    ),
+    _metric(
+        "dllm_step_seconds",
+        "histogram",
+        "phase",
+        "time of a denoise step by phase: prefill, denoise and commit share the forward by their positions; logits, host. On a GPU the wait for the device shows under logits",
+    ),
+    _metric(
+        "dllm_gpu_memory_bytes",
+        "gauge",
+        "gpu kind",
+        "memory of a CUDA device: `allocated` to tensors, `reserved` by the process, `used` by all processes, `total`",
+    ),
 )
 
 PRODUCER = (
-    _metric("dllm_redis_up", "gauge", "", "1 while Redis answers; else the other values are the last ones known, for a minute"),
+    _metric(
+        "dllm_redis_up",
+        "gauge",
+        "",
+        "1 while Redis answers; else the other values are the last ones known, for a minute",
+    ),
     _metric("dllm_redis_memory_bytes", "gauge", "", "memory that Redis uses"),
     _metric("dllm_redis_memory_limit_bytes", "gauge", "", "its `maxmemory`; 0 for none"),
-    _metric("dllm_redis_persistence_ok", "gauge", "", "1 when it keeps its data on a disk and the last write there went well"),
+    _metric(
+        "dllm_redis_persistence_ok",
+        "gauge",
+        "",
+        "1 when it keeps its data on a disk and the last write there went well",
+    ),
     _metric("dllm_queue_rows", "gauge", "model priority", "prompts that wait"),
     _metric("dllm_workers", "gauge", "model", "living workers that take prompts for the model"),
     _metric("dllm_open_batches", "gauge", "model", "batches that are not published yet"),
     _metric("dllm_open_batch_rows", "gauge", "model state", "their rows: `outstanding`, `done`, `failed`, `cancelled`"),
-    _metric("dllm_oldest_batch_age_seconds", "gauge", "model", "how long ago the oldest of them was submitted, or its hours began"),
+    _metric(
+        "dllm_oldest_batch_age_seconds",
+        "gauge",
+        "model",
+        "how long ago the oldest of them was submitted, or its hours began",
+    ),
     _metric("dllm_disk_free_bytes", "gauge", "folder", "room for files of who runs this process"),
     _metric("dllm_disk_size_bytes", "gauge", "folder", "size of the disk"),
 )

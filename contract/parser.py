@@ -7,22 +7,21 @@ cursor with exactly the same rows. Must not know Redis: what a bad line costs is
 
 from __future__ import annotations
 
-import io
 import sqlite3
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from contract import rows
 from contract.errors import BadPrompt
 from contract.jobs import ErrorCode, ErrorDetail, ErrorRow, Message, Prompt, PromptJob, shown
 from contract.ledger import BatchSpec, Cursor
+from contract.lines import BOM, TORN_GZIP, Line, Tick, lines, too_long, torn, unpacked
 from contract.sampling import SamplingParams, parse_params
+from contract.tables import Record, records
 
-BOM = b"\xef\xbb\xbf"
-SKIP_BYTES = 1 << 20
 SEEN_CACHE_KB = 32 * 1024
 
 
@@ -34,124 +33,143 @@ class Parsed:
     cursor: Cursor
 
 
-@dataclass(frozen=True)
-class Line:
-    """A line without its end and without a byte order mark.
-
-    `offset` is that of its first byte, `end` the next line's; `raw` is None when it was too long to be read.
-    """
-
-    number: int
-    offset: int
-    end: int
-    raw: bytes | None
-
-
 def parse(
     stream: BinaryIO,
     spec: BatchSpec,
     cursor: Cursor,
     max_line_bytes: int,
-    tick: Callable[[], None] = lambda: None,
+    tick: Tick = lambda: None,
 ) -> Generator[Parsed, None, None]:
     """The rows of `stream` (seekable) from `cursor` on, in order.
 
     `tick` is called at least once a line, also while earlier lines are read again: it may raise to end the reading.
+    Raises OSError when the disk fails, or for a `.parquet` where pyarrow is not installed.
     """
-    if spec.kind == "jsonl":
-        return _parse_jsonl(stream, spec, cursor, max_line_bytes, tick)
+    if spec.packed:
+        stream = unpacked(stream)
+    if spec.kind != "txt":
+        return _parse_table(stream, spec, cursor, max_line_bytes, tick)
     if spec.txt_mode == "file":
         return _parse_file(stream, spec, cursor, max_line_bytes)
     return _parse_txt(stream, spec, cursor, max_line_bytes, tick)
 
 
 def _parse_txt(
-    stream: BinaryIO, spec: BatchSpec, cursor: Cursor, limit: int, tick: Callable[[], None]
+    stream: BinaryIO, spec: BatchSpec, cursor: Cursor, limit: int, tick: Tick
 ) -> Generator[Parsed, None, None]:
-    index = cursor.index
-    for line in _lines(stream, cursor, limit, tick):
-        row = _txt_row(line, index, spec, limit)
-        if row is not None:
-            index += 1
+    """Goes on at the cursor's line; a `.gz` is read from its start, and rows up to the cursor are passed over."""
+    start = Cursor() if spec.packed else cursor
+    index = start.index
+    for line in lines(stream, start, limit, tick):
+        if spec.params_line and line.number == 1:
+            continue
+        row = _txt_row(line, index, spec)
+        if row is None:
+            continue
+        index += 1
+        if row.index >= cursor.index:
             yield Parsed(row, Cursor(offset=line.end, line=line.number + 1, index=index))
 
 
-def _txt_row(line: Line, index: int, spec: BatchSpec, limit: int) -> PromptJob | ErrorRow | None:
+def _txt_row(line: Line, index: int, spec: BatchSpec) -> PromptJob | ErrorRow | None:
     """The row of a line, or of a whole file; None when it is nothing but white space."""
     try:
-        prompt = rows.text(_whole(line, limit), line.offset).replace("\r\n", "\n").rstrip("\n")
+        prompt = rows.text(line.raw, line.offset).replace("\r\n", "\n").rstrip("\n")
+        if not prompt.strip():
+            return None
+        if spec.columns.template is not None:
+            prompt = spec.columns.fill({"prompt": prompt})
     except BadPrompt as error:
-        return _error(spec, index, str(index), line.number, None, error)
-    return _job(spec, index, str(index), line.number, prompt, spec.params) if prompt.strip() else None
+        return _error(spec, Draft(line.number, str(index), {}), index, None, error)
+    return _job(spec, Draft(line.number, str(index), {}), index, prompt, spec.params)
 
 
 def _parse_file(stream: BinaryIO, spec: BatchSpec, cursor: Cursor, limit: int) -> Generator[Parsed, None, None]:
     """The whole file as one prompt."""
     if cursor.index:
         return
-    stream.seek(0)
-    raw = stream.read(limit + len(BOM) + 1)
-    content = raw.removeprefix(BOM)
-    offset = len(raw) - len(content)
-    line = Line(1, offset, stream.seek(0, io.SEEK_END), content if len(content) <= limit else None)
-    row = _txt_row(line, 0, spec, limit)
+    row = _txt_row(_whole_file(stream, spec, limit), 0, spec)
     if row is not None:
-        yield Parsed(row, Cursor(offset=line.end, line=2, index=1))
+        yield Parsed(row, Cursor(offset=stream.tell(), line=2, index=1))
 
 
-def _parse_jsonl(
-    stream: BinaryIO, spec: BatchSpec, cursor: Cursor, limit: int, tick: Callable[[], None]
+def _whole_file(stream: BinaryIO, spec: BatchSpec, limit: int) -> Line:
+    try:
+        stream.seek(0)
+        first = len(stream.readline(limit)) if spec.params_line else 0
+        raw = stream.read(limit + len(BOM) + 1)
+    except TORN_GZIP as error:
+        return Line(1, 0, 0, b"", torn(error))
+    content = raw if first else raw.removeprefix(BOM)
+    offset = first + len(raw) - len(content)
+    fits = len(content) <= limit
+    return Line(1 + spec.params_line, offset, first + len(raw), content, None if fits else too_long(limit))
+
+
+def _parse_table(
+    stream: BinaryIO, spec: BatchSpec, cursor: Cursor, limit: int, tick: Tick
 ) -> Generator[Parsed, None, None]:
     """Always reads from the start: ids before the cursor must be known to tell a duplicate after it."""
-    index = 0
     with SeenIds() as seen:
-        for line in _lines(stream, Cursor(), limit, tick):
-            if line.raw is not None and not line.raw.strip():
-                continue
-            draft = Draft.read(line, index, limit)
-            twin = seen.add(draft.id, line.number)
-            index += 1
-            if line.offset >= cursor.offset:
-                row = draft.row(spec, index - 1, twin)
-                yield Parsed(row, Cursor(offset=line.end, line=line.number + 1, index=index))
+        for index, record in enumerate(records(stream, spec, limit, tick)):
+            draft = Draft.read(record, index, spec)
+            twin = seen.add(draft.id, record.line)
+            if index >= cursor.index:
+                end = Cursor(offset=record.end, line=record.next_line, index=index + 1)
+                yield Parsed(draft.finished(spec, index, twin), end)
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A `.jsonl` line of which the id is known; `error` says why nothing more can be."""
+    """A row of which the id is known; `fields` as in the source, `row` under our own keys, `error` if it has none."""
 
     line: int
     id: str
-    fields: rows.Row
+    row: rows.Row
+    fields: rows.Row | None = None
     error: BadPrompt | None = None
 
     @staticmethod
-    def read(line: Line, index: int, limit: int) -> Draft:
-        """Enough of the line to name it: the user's id, else the index."""
+    def read(record: Record, index: int, spec: BatchSpec) -> Draft:
+        """Enough of the row to name it: the user's id, else the index."""
+        row = rows.arrange(record.fields, spec.columns)
+        if spec.kind == "csv":
+            row = rows.from_cells(row)
         try:
-            fields = rows.decode(_whole(line, limit), line.offset)
-            return Draft(line.number, rows.row_id(fields) or str(index), fields)
+            if record.error is not None:
+                raise record.error
+            return Draft(record.line, rows.row_id(row) or str(index), row, record.fields)
         except BadPrompt as error:
-            return Draft(line.number, str(index), {}, error)
+            return Draft(record.line, str(index), row, record.fields, error)
 
-    def row(self, spec: BatchSpec, index: int, twin: int | None) -> PromptJob | ErrorRow:
+    def finished(self, spec: BatchSpec, index: int, twin: int | None) -> PromptJob | ErrorRow:
         """The finished row; `twin` is the line that used the same id before."""
         prompt: Prompt | None = None
+        metadata: rows.Row = {}
         try:
             if self.error is not None:
                 raise self.error
-            request = rows.body(self.fields)
-            prompt = rows.prompt(request)
+            metadata = rows.metadata(self.row)
+            request = rows.body(self.row)
+            prompt = rows.prompt(self._filled(request, spec))
+            rows.refuse_mistaken(self.row)
             self._refuse(spec, twin, rows.model(request))
             asked = rows.parameters(request)
             params = parse_params(asked, spec.params) if asked else spec.params
-            return _job(spec, index, self.id, self.line, prompt, params)
+            return _job(spec, self, index, prompt, params, metadata)
         except BadPrompt as error:
-            return _error(spec, index, self.id, self.line, prompt, error)
+            return _error(spec, self, index, prompt, error, metadata)
+
+    def _filled(self, request: rows.Row, spec: BatchSpec) -> rows.Row:
+        """With the batch's template, the prompt is that, filled in; rows of a batch file have their own."""
+        if spec.columns.template is None or rows.is_request(self.row):
+            return request
+        return {**request, "prompt": spec.columns.fill(self.fields or {})}
 
     def _refuse(self, spec: BatchSpec, twin: int | None, model: str | None) -> None:
         if twin is not None:
-            raise BadPrompt(ErrorCode.DUPLICATE_ID, f"id '{self.id}' was used on line {twin} already")
+            place = "in row" if spec.kind == "parquet" else "on line"
+            raise BadPrompt(ErrorCode.DUPLICATE_ID, f"id '{self.id}' was used {place} {twin} already")
         if model not in (None, spec.model):
             what = f"the row asks for model '{model}', the batch for '{spec.model}'"
             remedy = f"remove the row's model or submit it in a file of its own with --model {model}"
@@ -185,41 +203,23 @@ class SeenIds:
         return int(found[0])
 
 
-def _lines(stream: BinaryIO, start: Cursor, limit: int, tick: Callable[[], None]) -> Iterator[Line]:
-    """Lines from `start` on, split on `\\n` only; of a line beyond `limit` bytes only the end is sought."""
-    number, offset = start.line, start.offset
-    stream.seek(offset)
-    while raw := stream.readline(limit + len(BOM) + 2):
-        tick()
-        end = offset + len(raw)
-        whole = raw.endswith(b"\n")
-        while not whole and (more := stream.readline(SKIP_BYTES)):
-            tick()
-            end += len(more)
-            whole = more.endswith(b"\n")
-        content = raw.removeprefix(BOM) if offset == 0 else raw
-        first = offset + len(raw) - len(content)
-        content = content.removesuffix(b"\n").removesuffix(b"\r")
-        fits = end == offset + len(raw) and len(content) <= limit
-        yield Line(number, first, end, content if fits else None)
-        number, offset = number + 1, end
-
-
-def _whole(line: Line, limit: int) -> bytes:
-    if line.raw is None:
-        raise BadPrompt(ErrorCode.BAD_ROW, f"longer than {limit:,} bytes: split it, or raise max_line_mb")
-    return line.raw
-
-
-def _job(spec: BatchSpec, index: int, name: str, line: int, prompt: Prompt, params: SamplingParams) -> PromptJob:
+def _job(
+    spec: BatchSpec,
+    draft: Draft,
+    index: int,
+    prompt: Prompt,
+    params: SamplingParams,
+    metadata: dict[str, Any] | None = None,
+) -> PromptJob:
     return PromptJob.model_validate(
         {
             "batch": spec.batch,
             "index": index,
-            "line": line,
-            "id": name,
+            "line": draft.line,
+            "id": draft.id,
             _field(prompt): prompt,
             "params": params,
+            "metadata": metadata or {},
             "submitted_at": time.time(),
         }
     )
@@ -231,11 +231,20 @@ def _field(prompt: Prompt) -> str:
     return "messages" if isinstance(prompt[0], Message) else "prompt_token_ids"
 
 
-def _error(spec: BatchSpec, index: int, name: str, line: int, prompt: Prompt | None, error: BadPrompt) -> ErrorRow:
+def _error(
+    spec: BatchSpec,
+    draft: Draft,
+    index: int,
+    prompt: Prompt | None,
+    error: BadPrompt,
+    metadata: dict[str, Any] | None = None,
+) -> ErrorRow:
+    place = "row" if spec.kind == "parquet" else "line"
     return ErrorRow(
         index=index,
-        id=name,
-        line=line,
+        id=draft.id,
+        line=draft.line,
         prompt=None if prompt is None else shown(prompt),
-        error=ErrorDetail(code=ErrorCode(error.code), message=f"{spec.source} line {line}: {error}"),
+        error=ErrorDetail(code=ErrorCode(error.code), message=f"{spec.source} {place} {draft.line}: {error}"),
+        metadata=metadata or {},
     )

@@ -11,6 +11,9 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+DOUBLE_ENDINGS = (".gz", ".yaml")
+"""What says only together with the ending before it what a file is: `.csv.gz`, `.params.yaml`."""
+
 
 @dataclass(frozen=True)
 class Folders:
@@ -77,6 +80,15 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def make(folder: Path) -> Path:
+    """Make `folder` and those above it that are missing, to survive a power cut; returns it."""
+    if not folder.is_dir():
+        make(folder.parent)
+        folder.mkdir(exist_ok=True)
+        fsync_folder(folder.parent)
+    return folder
+
+
 def publish(finished: Path, target: Path) -> None:
     """Put `finished` (closed, same file system) at `target` in one step: readers see all of it or nothing."""
     with finished.open("rb") as stream:
@@ -88,8 +100,9 @@ def publish(finished: Path, target: Path) -> None:
 def _free_or_same(source: Path, folder: Path) -> Path:
     """`folder/name`, or `folder/stem-2.ext`, `-3` … : the first that is free or already is `source`."""
     candidate, number = folder / source.name, 2
+    ending = "".join(source.suffixes[-2:]) if source.suffix in DOUBLE_ENDINGS else source.suffix
     while os.path.lexists(candidate) and not (candidate.exists() and candidate.samefile(source)):
-        candidate, number = folder / f"{source.stem}-{number}{source.suffix}", number + 1
+        candidate, number = folder / f"{source.name.removesuffix(ending)}-{number}{ending}", number + 1
     return candidate
 
 

@@ -1,17 +1,23 @@
-"""One line of `.jsonl`, understood: the id, the prompt and the parameters it asks for.
+"""One row of a table, understood: the id, the prompt, the parameters it asks for, and what it carries along.
 
 Knows two shapes, a plain row (`prompt`, `messages` or `prompt_token_ids`, parameters beside them or under `params`) and
 a row of an OpenAI batch file (`custom_id`, `method`, `url`, `body`). Every violation is a BadPrompt whose message
 names the key and what would be right. Knows no files, lines or batches: `contract.parser` puts the place in front of
 the message.
+
+Keys of a plain row that mean nothing to us are its metadata, unless they look like a parameter that was mistyped or
+are one of other systems that changes answers: passing those over would change what is answered without a word.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
+from functools import cache
 from typing import Any, TypeVar
 
+from contract.columns import IDS, PROMPTS, Columns
 from contract.errors import BadPrompt, nearest
 from contract.jobs import ErrorCode, Message, Prompt
 from contract.sampling import ALIASES, SamplingParams
@@ -22,13 +28,17 @@ T = TypeVar("T")
 ROLES = ("system", "user", "assistant")
 ENDPOINTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
 PARAMETERS = (*SamplingParams.model_fields, *ALIASES)
-PROMPTS = ("prompt", "messages", "prompt_token_ids")
 CONTENT = (*PROMPTS, "model")
 LARGEST_TOKEN = 2**31 - 1
-PLAIN_KEYS = ("id", "custom_id", "params", *CONTENT, *PARAMETERS)
+PLAIN_KEYS = frozenset([*IDS, "params", *CONTENT, *PARAMETERS])
 BATCH_KEYS = ("custom_id", "method", "url", "body")
 LONGEST_NAME = 100
 """A key longer than any we know is not compared or repeated in full: it may be megabytes."""
+DISTINCT_LETTERS = 9
+"""A parameter's name this long is resembled by accident only; a shorter one may be near to an honest word."""
+ALIKE = 0.85
+DEEPEST = 64
+NO_COLUMNS = Columns()
 
 # Keys of OpenAI bodies that ask nothing of us, whatever they hold.
 IGNORED = {"user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier", "stream_options"}
@@ -52,6 +62,18 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
+# Those of them that nobody calls a column of data by chance.
+UNMISTAKABLE = (
+    "stop",
+    "best_of",
+    "logprobs",
+    "top_logprobs",
+    "logit_bias",
+    "presence_penalty",
+    "frequency_penalty",
+    "response_format",
+    "tool_choice",
+)
 
 
 def decode(raw: bytes, offset: int) -> Row:
@@ -80,6 +102,111 @@ def text(raw: bytes, offset: int) -> str:
         raise BadPrompt(ErrorCode.BAD_ENCODING, what) from None
 
 
+def arrange(row: Row, columns: Columns = NO_COLUMNS) -> Row:
+    """A plain row under our own keys, all others gathered under `metadata`; a row of a batch file as it is."""
+    if is_request(row, columns):
+        return row
+    kept: Row = {}
+    others: Row = {}
+    for name, value in row.items():
+        if name in columns.ours:
+            kept[columns.ours[name]] = value
+        elif name in PLAIN_KEYS and name not in columns.displaced:
+            kept[name] = value
+        else:
+            others[name] = value
+    return {**kept, "metadata": others} if others else kept
+
+
+def is_request(row: Row, columns: Columns = NO_COLUMNS) -> bool:
+    """Is it a row of a batch file? A table may well have columns called url, method or body."""
+    if isinstance(row.get("body"), dict):
+        return True
+    has_prompt = columns.names_the_prompt or any(name in row for name in PROMPTS)
+    return not has_prompt and any(name in row for name in ("body", "url", "method"))
+
+
+def metadata(row: Row) -> Row:
+    """What an arranged row, or a batch file's, carries along; an object under `metadata` counts as its keys.
+
+    Raises BadPrompt('bad_row') for what no output row could hold.
+    """
+    given = row["body"].get("metadata") if isinstance(row.get("body"), dict) else row.get("metadata")
+    found = given if isinstance(given, dict) else {}
+    if isinstance(inner := found.get("metadata"), dict):
+        found = {**inner, **{name: value for name, value in found.items() if name != "metadata"}}
+    if any(_deeper(value, DEEPEST) for value in found.values()):
+        raise BadPrompt(ErrorCode.BAD_ROW, f"its other keys are nested more than {DEEPEST} deep")
+    return found
+
+
+def refuse_mistaken(row: Row) -> None:
+    """Raises BadPrompt for a key of an arranged row that cannot have been meant as metadata: bad_params, bad_row."""
+    found = row.get("metadata")
+    if is_request(row) or not isinstance(found, dict):
+        return
+    for name, value in found.items():
+        if name in UNMISTAKABLE and not _asks_nothing(name, value):
+            raise BadPrompt(ErrorCode.BAD_PARAMS, f"{name} = {_value(value)} is not supported: remove it")
+        if meant := mistyped(name):
+            what = f"unknown key '{name}' (did you mean '{meant}'?): if not, put it under 'metadata'"
+            raise BadPrompt(ErrorCode.BAD_PARAMS, what)
+    inner = found.get("metadata")
+    if isinstance(inner, dict) and (twice := next((name for name in inner if name in found), None)):
+        raise BadPrompt(ErrorCode.BAD_ROW, f"'{twice[:LONGEST_NAME]}' stands beside metadata and in it")
+
+
+def mistyped(name: str) -> str | None:
+    """The parameter of which `name` seems to be a slip: the same letters but for case and dashes, or nearly the same.
+
+    A parameter's name with another word before or after it (`temperature_c`) is a name of its own.
+    """
+    return None if len(name) > LONGEST_NAME or name in PLAIN_KEYS else _mistyped(name)
+
+
+@cache
+def _mistyped(name: str) -> str | None:
+    bare = _bare(name)
+    for known in PARAMETERS:
+        if bare == _bare(known):
+            return known
+    for known in PARAMETERS:
+        own_word = name.startswith(f"{known}_") or name.endswith(f"_{known}")
+        if len(known) >= DISTINCT_LETTERS and not own_word and _likeness(name, known) >= ALIKE:
+            return known
+    return None
+
+
+def _bare(name: str) -> str:
+    return re.sub(r"[\s_-]", "", name).lower()
+
+
+def _likeness(name: str, known: str) -> float:
+    return difflib.SequenceMatcher(None, name, known).ratio()
+
+
+def _deeper(value: Any, levels: int) -> bool:
+    """Do lists and objects stand in each other more than `levels` deep? Not every reader of JSON takes those."""
+    if not isinstance(value, dict | list):
+        return False
+    inside = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_deeper(one, levels - 1) for one in inside)
+
+
+def from_cells(row: Row) -> Row:
+    """An arranged row whose values are all text, as those of a CSV: lists and objects are read as JSON, "" is none."""
+    return {name: _cell(name, value) for name, value in row.items()}
+
+
+def _cell(name: str, value: Any) -> Any:
+    if name in ("messages", "prompt_token_ids", "params") and value:
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value  # refused as what it is, text
+    return None if value == "" and name != "prompt" else value
+
+
 def row_id(row: Row) -> str | None:
     """The row's `custom_id` or `id`; None when it has neither."""
     given = {name: row[name] for name in ("custom_id", "id") if row.get(name) is not None}
@@ -94,7 +221,7 @@ def row_id(row: Row) -> str | None:
 
 def body(row: Row) -> Row:
     """The part of a row that holds prompt, model and parameters, in either shape."""
-    if not any(name in row for name in ("body", "url", "method")):
+    if not is_request(row):
         return _plain_body(row)
     _refuse_unknown(row, BATCH_KEYS, ErrorCode.BAD_ROW)
     if row.get("method", "POST") != "POST":
@@ -110,7 +237,7 @@ def prompt(request: Row) -> Prompt:
     """What is to be answered: text, messages or token ids. Raises BadPrompt: bad_row, empty_prompt."""
     given = [name for name in PROMPTS if request.get(name) is not None]
     if not given:
-        raise BadPrompt(ErrorCode.BAD_ROW, "'prompt', 'messages' or 'prompt_token_ids' is missing")
+        raise BadPrompt(ErrorCode.BAD_ROW, f"'prompt', 'messages' or 'prompt_token_ids' is missing{_instead(request)}")
     if len(given) > 1:
         raise BadPrompt(ErrorCode.BAD_ROW, f"'{given[0]}' and '{given[1]}' exclude each other")
     value = request[given[0]]
@@ -133,7 +260,8 @@ def model(request: Row) -> str | None:
 
 def parameters(request: Row) -> Row:
     """Everything else in the body: sampling parameters by any name; `parse_params` judges names and values."""
-    names = {name: value for name, value in request.items() if name not in CONTENT and value is not None}
+    skipped = (*CONTENT, "metadata")
+    names = {name: value for name, value in request.items() if name not in skipped and value is not None}
     for name in names:
         if name in NEUTRAL:
             raise BadPrompt(ErrorCode.BAD_PARAMS, f"{name} = {_value(names[name])} is not supported: remove it")
@@ -153,16 +281,22 @@ def _refuse_other_endpoints(url: Any, request: Row) -> None:
 
 
 def _plain_body(row: Row) -> Row:
-    _refuse_unknown(row, PLAIN_KEYS, ErrorCode.BAD_PARAMS)
     nested = row.get("params")
     if nested is None:
         nested = {}
     if not isinstance(nested, dict):
         raise BadPrompt(ErrorCode.BAD_ROW, f"params must be a JSON object, found {_kind(nested)}")
     for name in nested:
-        if name in row or name in CONTENT:
+        if name in row or name in (*CONTENT, "metadata"):
             raise BadPrompt(ErrorCode.BAD_PARAMS, f"'{name[:LONGEST_NAME]}' belongs beside params or in it, not both")
-    return {**{name: value for name, value in row.items() if name not in ("id", "custom_id", "params")}, **nested}
+    return {**{name: value for name, value in row.items() if name not in (*IDS, "params")}, **nested}
+
+
+def _instead(request: Row) -> str:
+    """Which key may have been meant for the prompt."""
+    short = [name for name in request.get("metadata") or () if len(name) <= LONGEST_NAME]
+    close = next((name for name in short if nearest(name, PROMPTS)), None)
+    return f"; is '{close}' it? Name it 'prompt', or set --prompt-column" if close else ""
 
 
 def _refuse_unknown(row: Row, known: tuple[str, ...], code: ErrorCode) -> None:

@@ -34,7 +34,7 @@ from contract import audit, formats, logs, paths, segments
 from contract.claimed import MANIFEST
 from contract.errors import DllmError, UsageError
 from contract.jobs import ErrorCode, ErrorDetail, ErrorRow, PromptJob
-from contract.ledger import LOCK_S, Batch, BatchState, Ledger, Mark
+from contract.ledger import LOCK_S, Batch, BatchSpec, BatchState, Ledger, Mark
 from contract.merging import Merge, is_set, set_bits, union, without_index
 from contract.names import Connection
 from contract.paths import Folders
@@ -80,7 +80,7 @@ def seal(batch: str, ledger: Ledger, folders: Folders) -> bool:
             return False
         try:
             _publish(record, ledger, folders, lease)
-            processed = _put_source_away(folders.claimed / batch, folders.processed)
+            processed = _put_source_away(record.spec, folders)
             lease.hold()
             audit.published(record, ledger.now())
             ledger.close(batch, processed)
@@ -228,6 +228,7 @@ def _publish(record: Batch, ledger: Ledger, folders: Folders, lease: _Lease) -> 
         any_failed = failures.tell() > 0
         told.write(json.dumps(summary.document(record, ledger.now()), indent=2).encode() + b"\n")
     lease.hold()
+    paths.make(_outputs_file(record, folders).parent)
     files: list[tuple[str, Path | None]] = [
         (".errors.jsonl", parts[1] if any_failed else None),
         *([(".txt", parts[2])] if spec.kind == "txt" else []),
@@ -279,18 +280,22 @@ def _readable(row: dict[str, Any], whole_file: bool) -> bytes:
 # Steps after publishing
 
 
-def _put_source_away(claimed: Path, processed: Path) -> str | None:
-    """Move the source; returns its name there, None when that was done before."""
-    name = None
+def _put_source_away(spec: BatchSpec, folders: Folders) -> str | None:
+    """Move the source and what lies beside it; returns the source's path there, None when that was done before."""
+    claimed, place = folders.claimed / spec.batch, None
     if not claimed.is_dir():
-        return name
-    for source in sorted(claimed.iterdir()):
-        if source.name != MANIFEST:
-            name = paths.move(source, processed).name
+        return place
+    processed = paths.make(folders.processed / Path(spec.output).parent)
+    for file in sorted(claimed.iterdir()):
+        if file.name == MANIFEST:
+            continue
+        moved = paths.move(file, processed)
+        if file.name == spec.source:
+            place = str(moved.relative_to(folders.processed))
     (claimed / MANIFEST).unlink(missing_ok=True)
     claimed.rmdir()
     paths.fsync_folder(claimed.parent)
-    return name
+    return place
 
 
 def _clear_leftovers(ledger: Ledger, folders: Folders) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import yaml
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from contract import hours, names
@@ -107,6 +107,12 @@ class ProducerSettings(Settings):
     price_per_hour: Price = Field(None, description="price of an hour of one worker, for the estimated cost of a batch")
     price_per_million_input: Price = Field(None, description="price of a million prompt tokens, for the same")
     price_per_million_output: Price = Field(None, description="price of a million output tokens, for the same")
+    prompt_column: str | None = Field(None, description="column or key that holds the prompt, if not `prompt`")
+    messages_column: str | None = Field(None, description="column or key that holds the messages, if not `messages`")
+    id_column: str | None = Field(None, description="column or key that holds the id, if not `id` or `custom_id`")
+    csv_delimiter: str = Field(",", description="what stands between the values of a .csv; `tab` for a tab")
+    template: Path | None = Field(None, description="file with the prompts' text, its `{column}` fields filled in")
+    recursive: bool = Field(False, description="take folders below too; outputs and sources keep the folder's path")
     scan_s: Seconds = Field(2.0, description="seconds between scans of batch_inputs/")
     settle_s: Annotated[float, Field(ge=0)] = Field(
         1.0, description="seconds a file's size and mtime must stand still before it is claimed"
@@ -131,6 +137,21 @@ class ProducerSettings(Settings):
     def _window(cls, value: Any) -> Any:
         if value is not None:
             hours.clock_window(str(value))
+        return value
+
+    @field_validator("csv_delimiter", mode="before")
+    @classmethod
+    def _delimiter(cls, value: Any) -> Any:
+        value = "\t" if value == "tab" else value
+        if not isinstance(value, str) or len(value) != 1 or value in '"\r\n':
+            raise ValueError("give one character, or tab")
+        return value
+
+    @field_validator("messages_column")
+    @classmethod
+    def _one_prompt(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and info.data.get("prompt_column") is not None:
+            raise ValueError("a row has messages or a prompt: set messages_column or prompt_column, not both")
         return value
 
     @field_validator("params", mode="before")

@@ -11,8 +11,9 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -31,10 +32,11 @@ from contract.ledger import Batch, BatchSpec, BatchState, Cursor, Ledger, Mark
 from contract.paths import Folders
 from contract.sampling import SamplingParams, parse_params
 from contract.settings import ProducerSettings, read
-from producer import configuring, display, journals, report, review, story
-from producer.claims import KINDS, Claims, Look, checked_name, is_utf8
+from producer import configuring, display, journals, preview, report, review, sources, story
+from producer.claims import Claims, Look, checked_name, columns, planned
 from producer.doctor import examine
 from producer.resuming import resume
+from producer.sources import STDIN
 from producer.submitter import OUTAGES, Progress, pause_after, submit, wait
 from producer.watcher import Watcher
 
@@ -79,7 +81,7 @@ def watch(
     redis_url: RedisUrl = None,
     debug: Debug = False,
 ) -> None:
-    """Watch batch_inputs/ and submit every .txt and .jsonl file that is put there.
+    """Watch batch_inputs/ and submit every .txt, .jsonl, .csv and .parquet file that is put there.
 
     Example: producer watch
     """
@@ -96,7 +98,10 @@ def watch(
 
 @app.command("submit")
 def submit_command(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help=".txt or .jsonl files")],
+    words: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE...", help=".txt, .jsonl, .csv, .parquet, .gz, folders, patterns; - reads stdin"),
+    ],
     name: Annotated[str | None, typer.Option("--name", help="Name of the output files [that of FILE]")] = None,
     priority: Annotated[str | None, typer.Option("--priority", help="high, normal or low")] = None,
     model: Annotated[str | None, typer.Option("--model", help="Name under models/, or path of a checkpoint")] = None,
@@ -112,6 +117,18 @@ def submit_command(
     force: Annotated[bool, typer.Option("--force", help="A new batch, even if the same was submitted before")] = False,
     wait_: Annotated[bool, typer.Option("--wait", help="Wait until the outputs are published")] = False,
     as_json: Json = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Read all, submit nothing, say what is there")] = False,
+    recursive: Annotated[
+        bool | None, typer.Option("--recursive", help="Of a folder, take those below it too, outputs in the same ones")
+    ] = None,
+    input_format: Annotated[
+        str, typer.Option("--input-format", help="What stdin is: txt, jsonl, csv, parquet, txt.gz, jsonl.gz, csv.gz")
+    ] = "jsonl",
+    prompt_column: Annotated[str | None, typer.Option(help="Column that holds the prompt [prompt]")] = None,
+    messages_column: Annotated[str | None, typer.Option(help="Column that holds the messages [messages]")] = None,
+    id_column: Annotated[str | None, typer.Option(help="Column that holds the id [id, custom_id]")] = None,
+    csv_delimiter: Annotated[str | None, typer.Option(help="Between the values of a .csv; tab for a tab [,]")] = None,
+    template: Annotated[Path | None, typer.Option(help="File with the prompt's text and its {column} fields")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Longest output")] = None,
     denoise_steps: Annotated[int | None, typer.Option(help="Denoise steps, for rule fixed_steps")] = None,
     rule: Annotated[str | None, typer.Option(help="Acceptance rule")] = None,
@@ -162,12 +179,24 @@ def submit_command(
         "truncate": truncate,
         "timeout_s": timeout_s,
     }
+    flags: dict[str, Any] = {"root": root, "redis_url": redis_url, "model": model, "priority": priority}
+    flags |= {"not_before": not_before, "window": window, "output_format": output_format, "recursive": recursive}
+    flags |= {"prompt_column": prompt_column, "messages_column": messages_column, "id_column": id_column}
+    flags |= {"csv_delimiter": csv_delimiter, "template": template}
     with _errors(debug), Stop() as stop:
-        _check_inputs(files, name, priority)
-        flags = {"root": root, "redis_url": redis_url, "model": model, "priority": priority}
-        flags |= {"not_before": not_before, "window": window, "output_format": output_format}
-        session = Session.open(flags, quiet=True, sampling=sampling)
-        taken = [_submit_file(file, name, force, session, stop, as_json) for file in files if not stop()]
+        if name is not None:
+            checked_name(name)
+        if priority is not None and priority not in PRIORITIES:
+            raise UsageError(f"--priority must be one of {', '.join(PRIORITIES)}{nearest(priority, PRIORITIES)}")
+        settings = _settings(flags, sampling)
+        files = _checked_inputs(words, settings.recursive, name)
+        piped = sources.stdin_name(name, input_format)
+        if dry_run:
+            _rehearse(files, piped, as_json, settings, stop)
+            return
+        session = Session.open(settings)
+        asked = [Asked(file, below, piped, name, force) for file, below in files.items()]
+        taken = [_submit_file(one, session, stop, as_json) for one in asked if not stop()]
         _finish_submitting(taken, wait_, as_json, session, stop)
 
 
@@ -201,7 +230,7 @@ def rerun(
         spec = claims.again(file, found.spec.model_copy(update=changes), name)
         if not as_json:
             display.answer(spec.batch)
-        complete = _submit_claimed(spec, file, session, stop)
+        complete = _submit_claimed(spec, session, stop)
         _finish_submitting([Submitted(spec, file, complete)], wait_, as_json, session, stop)
 
 
@@ -560,14 +589,9 @@ class Session:
     _told: bool = False
 
     @staticmethod
-    def open(flags: dict[str, Any], quiet: bool = True, sampling: dict[str, Any] | None = None) -> Session:
-        """Raises DllmError when a setting is wrong or Redis is not to be had."""
-        settings = read(ProducerSettings, flags)
-        try:
-            params = parse_params(sampling or {}, settings.params)
-        except BadPrompt as error:
-            raise UsageError(str(error)) from None
-        settings = settings.model_copy(update={"params": params})
+    def open(given: dict[str, Any] | ProducerSettings, quiet: bool = True) -> Session:
+        """From settings, or from flags for them. Raises DllmError when one is wrong or Redis is not to be had."""
+        settings = read(ProducerSettings, given) if isinstance(given, dict) else given
         formats.require(settings.output_format)
         settings.folders.create()
         logs.set_up(settings, LOG.format(logs.host()), quiet)
@@ -588,25 +612,65 @@ class Session:
         display.say(f"no worker for model '{model}' is alive: start one with `{command}`")
 
 
-def _check_inputs(files: list[Path], name: str | None, priority: str | None) -> None:
+def _settings(flags: dict[str, Any], sampling: dict[str, Any]) -> ProducerSettings:
+    """The settings, the command's sampling parameters laid over the configured ones. Raises UsageError."""
+    settings = read(ProducerSettings, flags)
+    try:
+        params = parse_params(sampling, settings.params)
+    except BadPrompt as error:
+        raise UsageError(str(error)) from None
+    columns(settings)  # a template that cannot be read is told before anything else is done
+    return settings.model_copy(update={"params": params})
+
+
+def _checked_inputs(words: list[Path], recursive: bool, name: str | None) -> dict[Path, Path]:
     """Refuse the whole command before anything is submitted, rather than half of it after."""
-    if name is not None:
-        checked_name(name)
-        if len(files) > 1:
-            raise UsageError("--name goes with one FILE")
-    if priority is not None and priority not in PRIORITIES:
-        raise UsageError(f"--priority must be one of {', '.join(PRIORITIES)}{nearest(priority, PRIORITIES)}")
+    files = sources.find(words, recursive)
+    if name is not None and len(files) > 1:
+        raise UsageError("--name goes with one FILE")
+    return files
+
+
+def _rehearse(files: Iterable[Path], piped: str, as_json: bool, settings: ProducerSettings, stop: Stop) -> None:
+    """Tell what each file would come to. Exits 1 if any row could not run."""
+    formats.require(settings.output_format)
+    found = []
     for file in files:
-        if not file.exists():
-            raise UsageError(f"{file}: no such file")
-        if not file.is_file():
-            raise UsageError(f"{file}: not a file; name the files in it" if file.is_dir() else f"{file}: not a file")
-        if file.suffix.lower() not in KINDS:
-            raise UsageError(f"{file}: unknown kind of file; rename it to end in {' or '.join(KINDS)}")
-        if not os.access(file, os.R_OK):
-            raise UsageError(f"{file}: no permission to read it")
-        if not is_utf8(file.name):
-            raise UsageError(f"{file}: its name is not UTF-8; rename it")
+        with _spooled(piped, stop) if file == STDIN else contextlib.nullcontext(file) as readable:
+            spec = planned(readable, settings, columns(settings), source=piped if file == STDIN else None)
+            found.append(preview.preview(readable, spec, settings, stop))
+        if not as_json:
+            display.preview(found[-1])
+    if stop():
+        raise typer.Exit(INTERRUPTED)
+    last = preview.last_throughput(settings.folders.logs, settings.queue_model)
+    if as_json:
+        display.answer(json.dumps(preview.document(found, last), indent=2))
+    else:
+        display.estimate(found, last, settings.queue_model)
+    if any(one.errors for one in found):
+        raise typer.Exit(1)
+
+
+@contextlib.contextmanager
+def _spooled(piped: str, stop: Stop) -> Iterator[Path]:
+    """Standard input as a file that is gone afterwards."""
+    with tempfile.NamedTemporaryFile(suffix=piped[piped.index(".") :]) as spool:
+        spool.writelines(sources.stdin(stop))
+        spool.flush()
+        yield Path(spool.name)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A file to submit: the folder below `batch_outputs/` for its outputs, what it is called if it comes on standard
+    input, their name if not its own, and whether it is to be a new batch in any case."""
+
+    file: Path
+    below: Path
+    piped: str
+    name: str | None
+    force: bool
 
 
 @dataclass(frozen=True)
@@ -621,13 +685,12 @@ class Submitted:
     queued_again: int = 0
 
 
-def _submit_file(file: Path, name: str | None, force: bool, session: Session, stop: Stop, quiet: bool) -> Submitted:
-    claims = Claims(session.settings, session.ledger)
-    spec, new = _claim(file, name, force, session, claims)
+def _submit_file(asked: Asked, session: Session, stop: Stop, quiet: bool) -> Submitted:
+    spec, new = _claim(asked, session, stop)
     if not quiet:
         display.answer(spec.batch)
-    again = 0 if new else _resume(spec, file, session)
-    return Submitted(spec, file, _submit_claimed(spec, file, session, stop), new, again)
+    again = 0 if new else _resume(spec, asked.file, session)
+    return Submitted(spec, asked.file, _submit_claimed(spec, session, stop), new, again)
 
 
 def _finish_submitting(taken: list[Submitted], wait_: bool, as_json: bool, session: Session, stop: Stop) -> None:
@@ -657,11 +720,13 @@ def _finish_submitting(taken: list[Submitted], wait_: bool, as_json: bool, sessi
 def _resume(spec: BatchSpec, file: Path, session: Session) -> int:
     """The same was submitted before: run again what has no output, and say so; returns how many rows."""
     found = report.find(spec.batch, session.ledger)
-    resumed = resume(found, file, session.settings.max_line_mb << 20, session.ledger, session.folders)
+    content = None if file == STDIN else file
+    resumed = resume(found, content, session.settings.max_line_mb << 20, session.ledger, session.folders)
     audit.requeued(spec.batch, resumed.queued)
     counts = found.counts
     total = "?" if counts.total is None else counts.total
-    told = f"{file} was submitted before as {spec.batch}: {counts.done} of {total} rows are done"
+    what = "standard input" if file == STDIN else file
+    told = f"{what} was submitted before as {spec.batch}: {counts.done} of {total} rows are done"
     queued = f", {resumed.queued} that had failed or were cancelled are queued again" if resumed.queued else ""
     left = f", {resumed.left} wait or run" if resumed.left else ""
     stuck = counts.failed + counts.cancelled - resumed.queued
@@ -670,28 +735,36 @@ def _resume(spec: BatchSpec, file: Path, session: Session) -> int:
     return resumed.queued
 
 
-def _submit_claimed(spec: BatchSpec, file: Path, session: Session, stop: Stop) -> bool:
+def _submit_claimed(spec: BatchSpec, session: Session, stop: Stop) -> bool:
     """Submit a batch to its end; False when it was stopped before."""
     found = session.ledger.get(spec.batch)
     if found is not None and found.state is not BatchState.SUBMITTING:
         return True
     if spec.hours and (opens := closed_until(session.ledger.redis, [spec.hours])[0]):
         display.say(f"{spec.batch} waits until {display.moment(opens)}")
-    size = claimed.source(spec, session.folders).stat().st_size
+    packed = spec.packed or spec.kind == "parquet"  # the cursor counts what is in it
+    size = None if packed else claimed.source(spec, session.folders).stat().st_size
     with display.reading_bar() as bar:
-        meter = _Meter(bar, file.name, size, session)
+        meter = _Meter(bar, spec.source, size, session)
         complete = submit(spec, session.ledger, session.settings, meter.show, stop)
     if not complete:
         display.say(f"stopped at row {session.ledger.cursor(spec.batch).index}: `producer watch` goes on from there")
     return complete
 
 
-def _claim(file: Path, name: str | None, force: bool, session: Session, claims: Claims) -> tuple[BatchSpec, bool]:
+def _claim(asked: Asked, session: Session, stop: Stop) -> tuple[BatchSpec, bool]:
     """The batch of a file, and whether it is a new one."""
-    if file.is_symlink() or file.parent.resolve() != session.folders.inputs.resolve():
-        return (claims.snapshot(file, name), True) if force else claims.snapshot_once(file, name)
+    claims, file = Claims(session.settings, session.ledger), asked.file
+    if file == STDIN:
+        return claims.spool(sources.stdin(stop), asked.piped, asked.name, asked.force)
+    inbox, parent = session.folders.inputs.resolve(), file.parent.resolve()
+    watched = parent == inbox or (session.settings.recursive and inbox in parent.parents)
+    if file.is_symlink() or not watched:
+        if asked.force:
+            return claims.snapshot(file, asked.name, asked.below), True
+        return claims.snapshot_once(file, asked.name, asked.below)
     # Left in the inbox it would be submitted a second time by whoever watches it.
-    spec = claims.take(file, Look.at(file), name)
+    spec = claims.take(file, Look.at(file), asked.name, below=parent.relative_to(inbox))
     if spec is None:
         raise DllmError(f"{file} was taken by a running `producer watch`")
     return spec, True
@@ -700,12 +773,12 @@ def _claim(file: Path, name: str | None, force: bool, session: Session, claims: 
 class _Meter:
     """Draws how far a file has been read."""
 
-    def __init__(self, bar: Bar, name: str, size: int, session: Session) -> None:
+    def __init__(self, bar: Bar, name: str, size: int | None, session: Session) -> None:
         self._bar = bar
         self._session = session
         self._name = display.short(name, 32)
         self._start = time.monotonic()
-        self._task = bar.add_task(self._name, total=max(1, size), rows="")
+        self._task = bar.add_task(self._name, total=size and max(1, size), rows="")
 
     def show(self, cursor: Cursor, progress: Progress) -> None:
         rate = cursor.index / max(1e-3, time.monotonic() - self._start)

@@ -21,6 +21,7 @@ from contract.jobs import REMEDIES, ErrorCode, ErrorRow
 from contract.ledger import Batch
 from producer.doctor import Diagnosis
 from producer.journals import moment_of
+from producer.preview import Preview, Throughput
 from producer.report import BatchReport, SystemReport, WorkerReport
 from producer.review import Review, Stretch
 from producer.story import Subject
@@ -200,7 +201,7 @@ def system(report: SystemReport) -> None:
             [_batch_row(batch) for batch in report.batches],
         )
     else:
-        answer("no batches yet: put a .txt or .jsonl file into batch_inputs/ or run `producer submit FILE`")
+        answer("no batches yet: put a file of prompts into batch_inputs/ or run `producer submit FILE`")
     answer("")
     table(("QUEUE", "PRIORITY", "WAITING"), [(safe(row.model), row.priority, row.waiting) for row in report.queues])
     answer("")
@@ -323,6 +324,38 @@ def diagnosis(found: Diagnosis) -> None:
     else:
         outcome = f"--fix {found.remedy}" if found.fixable else f"to do: {found.remedy}"
     answer(safe(f"{found.kind}  {found.where}: {found.what}; {outcome}"))
+
+
+def preview(told: Preview) -> None:
+    """What a source would come to: rows, what is wrong with some, how long the prompts are."""
+    wrong = told.errors.total()
+    answer(safe(f"{told.source}: {told.rows:,} rows, {told.jobs:,} can run, {wrong:,} cannot"))
+    for code, count in told.errors.most_common():
+        answer(f"  {count:,} {code}: {REMEDIES[code]}")
+    for row in told.first:
+        answer(safe(f"  {row.error.code}: {row.error.message}"))
+    if wrong > len(told.first):
+        answer(f"  … these are the first {len(told.first)}")
+    if told.lengths:
+        part = f", of the first {len(told.lengths):,}" if len(told.lengths) < told.jobs else ""
+        middle, most = told.share(0.5), told.share(0.95)
+        mean, total = sum(told.lengths) / len(told.lengths), sum(told.lengths)
+        lengths = f"{min(told.lengths):,} to {max(told.lengths):,}, half up to {middle:,}, 95% up to {most:,}"
+        answer(f"  {told.unit} of a prompt{part}: {lengths}, mean {mean:,.1f}, {total:,} together")
+        answer(f"  tokens of the answers: up to {told.most_new_tokens:,} together")
+
+
+def estimate(told: Sequence[Preview], last: Throughput | None, model: str) -> None:
+    """How long it would take, judged by what a worker did before."""
+    rows = sum(one.jobs for one in told)
+    if last is None:
+        answer(f"time: unknown, no worker has logged its throughput for model '{safe(model)}' here")
+        return
+    most = sum(one.most_new_tokens for one in told) / last.tokens_per_s if last.tokens_per_s else None
+    pace = f"{last.rows_per_s:.2f} rows/s and {last.tokens_per_s:.1f} tokens/s"
+    whose = safe(f"worker {last.worker} on {last.device}, {last.at[:16].replace('T', ' ')} UTC")
+    limit = f", {duration(most)} if every answer is as long as it may be" if most is not None else ""
+    answer(f"time: about {duration(rows / last.rows_per_s)} with answers like the last ones{limit} ({pace}: {whose})")
 
 
 def _prompt(row: ErrorRow) -> str:

@@ -30,10 +30,11 @@ RETRY_S = 60.0
 
 
 class Hints(FileSystemEventHandler):
-    """Sets `wake` when something happened in `folder`."""
+    """Sets `wake` when something happened in `folder`, or with `recursive` below it."""
 
-    def __init__(self, folder: Path, wake: threading.Event) -> None:
+    def __init__(self, folder: Path, wake: threading.Event, recursive: bool = False) -> None:
         self.folder = folder
+        self.recursive = recursive
         self.wake = wake
         self._observer: BaseObserver | None = None
         self._inode = 0
@@ -66,7 +67,7 @@ class Hints(FileSystemEventHandler):
         self._inode = self.folder.stat().st_ino
         observer = Observer()
         observer.daemon = True
-        observer.schedule(self, str(self.folder), recursive=False, event_filter=EVENTS)
+        observer.schedule(self, str(self.folder), recursive=self.recursive, event_filter=EVENTS)
         observer.start()
         self._observer = observer
         self.wake.set()  # what came before the observer is for a scan to find

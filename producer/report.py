@@ -204,7 +204,9 @@ def dead_letters(
 
 def source(batch: Batch, folders: Folders) -> Path:
     """Where the batch's source lies. Raises UsageError when it is not there any more."""
-    places = [claimed.source(batch.spec, folders), folders.processed / (batch.processed or batch.spec.source)]
+    spec = batch.spec
+    away = batch.processed or Path(spec.output).parent / spec.source
+    places = [claimed.source(spec, folders), folders.processed / away]
     for file in places:
         if file.is_file():
             return file

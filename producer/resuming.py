@@ -16,6 +16,7 @@ from contract.jobs import PromptJob
 from contract.ledger import Batch, BatchSpec, Cursor, Ledger
 from contract.parser import parse
 from contract.paths import Folders
+from producer.report import source
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,10 @@ class Resumed:
         return self.batch.counts.submitted - self.batch.counts.ended
 
 
-def resume(batch: Batch, file: Path, max_line_bytes: int, ledger: Ledger, folders: Folders) -> Resumed:
-    """Queue the batch's failed and cancelled rows again; `file` has the content of its source.
+def resume(batch: Batch, file: Path | None, max_line_bytes: int, ledger: Ledger, folders: Folders) -> Resumed:
+    """Queue the batch's failed and cancelled rows again; `file` has the content of its source, None for the source.
 
-    Raises UsageError where that cannot be now: it is being cancelled or published, or its files were changed.
+    Raises UsageError where that cannot be now: it is being cancelled or published, or its files were changed or moved.
     """
     name = batch.spec.batch
     if batch.being_cancelled:
@@ -43,7 +44,8 @@ def resume(batch: Batch, file: Path, max_line_bytes: int, ledger: Ledger, folder
     if batch.counts.failed:
         queued += sealing.retry(name, None, ledger, folders, ledger.redis)
     if batch.counts.cancelled:
-        queued += sealing.reinstate(name, _jobs(file, batch.spec, max_line_bytes), ledger, folders)
+        jobs = _jobs(file or source(batch, folders), batch.spec, max_line_bytes)
+        queued += sealing.reinstate(name, jobs, ledger, folders)
     return Resumed(batch, queued)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from contract import audit, logs, sealing
+from contract.errors import UsageError
 from contract.ledger import LOCK_S, BatchSpec, Ledger
 from contract.settings import ProducerSettings
 from producer.claims import Claims, Look
@@ -40,8 +41,8 @@ class Watcher:
         self.stop = stop
         self.claims = Claims(settings, ledger, audit.WATCH)
         self._wake = threading.Event()
-        self._inbox = Inbox(settings.folders.inputs, settings.settle_s)
-        self._hints = Hints(settings.folders.inputs, self._wake)
+        self._inbox = Inbox(settings.folders.inputs, settings.settle_s, settings.recursive)
+        self._hints = Hints(settings.folders.inputs, self._wake, settings.recursive)
         self._notices = Notices()
         self._active: dict[str, Submission] = {}
         self._waiting: deque[BatchSpec] = deque()
@@ -115,9 +116,12 @@ class Watcher:
 
     def _claim(self, file: Path, look: Look) -> None:
         try:
-            if self.claims.take(file, look) is not None:
+            below = file.parent.relative_to(self.settings.folders.inputs)
+            if self.claims.take(file, look, below=below) is not None:
                 self._inbox.taken(file)
             self._notices.clear(str(file))
+        except UsageError as error:
+            self._notices.warn(str(file), "file_not_claimed", file=file.name, reason=str(error))
         except OSError as error:
             self._notices.warn(str(file), "file_not_claimed", file=file.name, reason=error.strerror)
 

@@ -195,9 +195,14 @@ class Loop:
         else:
             detail = ErrorDetail(code=ErrorCode(error.code), message=str(error), attempts=taken.attempt)
             job = taken.job
-            prompt = shown(job.asked)
             row = ErrorRow(
-                index=job.index, id=job.id, line=job.line, prompt=prompt, error=detail, worker=self.intake.name
+                index=job.index,
+                id=job.id,
+                line=job.line,
+                prompt=shown(job.asked),
+                error=detail,
+                worker=self.intake.name,
+                metadata=job.metadata,
             )
             self._give_up(taken, error, row)
         self._record(running.micro_batch, None)
@@ -268,6 +273,7 @@ class Loop:
                 "tokens_per_forward": round(result.tokens_per_forward, 3),
             },
             worker=self.intake.name,
+            metadata=job.metadata,
         )
 
     # Throughput

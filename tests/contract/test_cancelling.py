@@ -71,6 +71,16 @@ def test_rows_that_wait_run_and_are_scheduled_end_at_once_and_what_is_done_is_pu
     assert finish(intake, [first, fourth], folders) == 0
 
 
+def test_cancelled_rows_keep_what_their_input_carried(redis: Redis, ledger: Ledger, folders: Folders) -> None:
+    spec = batch_spec()
+    ledger.create(spec)
+    jobs = [prompt_job(spec.batch, 0, metadata={"topic": "x"})]
+    target = queue(redis, spec.model, spec.priority)
+    assert ledger.advance(spec.batch, Cursor(), Cursor(index=1), [], enqueuing(target, jobs), last=True)
+    cancel(spec.batch, ledger, folders)
+    assert [row["metadata"] for row in published(folders, "b.errors.jsonl")] == [{"topic": "x"}]
+
+
 def test_a_worker_finds_its_cancelled_rows_at_its_next_heartbeat(
     ledger: Ledger, folders: Folders, submit: Callable[..., str], intake: Intake
 ) -> None:

@@ -32,7 +32,11 @@ def calls() -> Iterator[Call]:
                     where = f"{file.relative_to(ROOT)}:{node.lineno}"
                     fields = {word.arg for word in node.keywords if word.arg}
                     name, logger = node.func.attr, ast.unparse(node.func.value)
-                    if "log" in logger and file.name != "notices.py" and (name in LEVELS or name == "exception"):
+                    if (
+                        "log" in logger
+                        and file.name not in ("notices.py", "audit.py")
+                        and (name in LEVELS or name == "exception")
+                    ):
                         yield Call(where, "error" if name == "exception" else name, node.args[0], fields)
                     elif name == "warn" and len(node.args) > 1:
                         yield Call(where, "warning", node.args[1], fields)

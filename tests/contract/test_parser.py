@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from contract.columns import Columns
 from contract.jobs import ErrorRow, PromptJob, shown
 from contract.ledger import Cursor
 from contract.parser import Parsed
@@ -24,6 +25,22 @@ def test_jsonl_rows_keep_their_order_ids_and_lines(rows: Rows) -> None:
     found = rows('{"id": "a", "prompt": "one"}\n{"prompt": "two"}\n')
     assert [(row.index, row.line, row.id) for row in found] == [(0, 1, "a"), (1, 2, "1")]
     assert prompts(found) == ["one", "two"]
+
+
+def test_other_keys_travel_with_jobs_and_error_rows(rows: Rows) -> None:
+    job, error = rows('{"prompt": "a", "topic": "x", "n": 1.5}\n{"prompt": "b", "topic": "y", "seed": -1}\n')
+    assert job.metadata == {"topic": "x", "n": 1.5}
+    assert isinstance(job, PromptJob)
+    assert PromptJob.model_validate_json(job.model_dump_json(exclude_defaults=True)) == job
+    assert isinstance(error, ErrorRow)
+    assert error.metadata == {"topic": "y"}
+
+
+def test_a_key_that_looks_mistyped_is_an_error_row_that_keeps_the_others(rows: Rows) -> None:
+    (error,) = rows('{"prompt": "a", "topic": "x", "temprature": 1}\n')
+    assert isinstance(error, ErrorRow)
+    assert "did you mean 'temperature'?" in error.error.message
+    assert error.metadata["topic"] == "x"
 
 
 def test_token_ids_travel_as_they_are(rows: Rows) -> None:
@@ -74,6 +91,18 @@ def test_a_whole_txt_can_be_one_prompt(rows: Rows) -> None:
 @pytest.mark.parametrize("content", ["", " \n\n"])
 def test_a_whole_txt_of_white_space_is_no_prompt(rows: Rows, content: str) -> None:
     assert rows(content, kind="txt", txt_mode="file") == []
+
+
+@pytest.mark.parametrize("mode", ["lines", "file"])
+def test_a_first_line_of_parameters_is_no_prompt(rows: Rows, mode: str) -> None:
+    text = "\ufeff# params: {seed: 1}\none\n"
+    (job,) = rows(text, kind="txt", txt_mode=mode, params_line=True)
+    assert (job.prompt, job.line, job.index) == ("one", 2, 0)
+
+
+def test_a_template_takes_the_lines_of_a_txt(rows: Rows) -> None:
+    columns = Columns(template="Q: {prompt}\nA:")
+    assert prompts(rows("one\n\ntwo\n", kind="txt", columns=columns)) == ["Q: one\nA:", "Q: two\nA:"]
 
 
 def test_a_whole_txt_beyond_the_limit_is_one_error_row(rows: Rows) -> None:

@@ -132,6 +132,15 @@ def test_a_full_disk_across_file_systems_keeps_the_source(
     assert list(target.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["f.csv.gz", "f.params.yaml"])
+def test_the_number_goes_before_an_ending_of_two_parts(tmp_path: Path, name: str) -> None:
+    source, target = tmp_path / name, tmp_path / "target"
+    target.mkdir()
+    for path in (source, target / name):
+        path.write_text(str(path))
+    assert paths.move(source, target) == target / name.replace("f", "f-2", 1)
+
+
 def test_a_crash_between_link_and_unlink_is_finished_by_the_next_move(
     source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

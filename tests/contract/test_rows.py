@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from contract import rows
+from contract.columns import Columns
 from contract.errors import BadPrompt
 from contract.jobs import ErrorCode, Message
 
@@ -19,8 +20,18 @@ def refusal(row: Any) -> BadPrompt:
 
 
 def read(row: Any) -> tuple[rows.Prompt, str | None, dict[str, Any]]:
-    request = rows.body(rows.decode(json.dumps(row).encode(), 0))
-    return rows.prompt(request), rows.model(request), rows.parameters(request)
+    arranged = rows.arrange(rows.decode(json.dumps(row).encode(), 0))
+    request = rows.body(arranged)
+    found = rows.prompt(request), rows.model(request), rows.parameters(request)
+    rows.metadata(arranged)
+    rows.refuse_mistaken(arranged)
+    return found
+
+
+def carried(row: dict[str, Any]) -> dict[str, Any]:
+    arranged = rows.arrange(row)
+    rows.refuse_mistaken(arranged)
+    return rows.metadata(arranged)
 
 
 def batch_row(url: str = "/v1/chat/completions", **body: Any) -> dict[str, Any]:
@@ -64,6 +75,36 @@ def test_empty_leftovers_of_logged_messages_are_passed_over() -> None:
 def test_a_prompt_may_be_tokens_already() -> None:
     assert read({"prompt_token_ids": [5, 0, 7]})[0] == (5, 0, 7)
     assert read(batch_row("/v1/completions", prompt=[5, 0, 7]))[0] == (5, 0, 7)
+
+
+@pytest.mark.parametrize(
+    "name", ["topic", "step", "seeds", "temperature_c", "actor", "truncated", "tokens", "n", "url", "method", "Ünï", ""]
+)
+def test_keys_that_are_nobodys_parameters_are_carried(name: str) -> None:
+    row = {"prompt": "hi", name: {"any": [1, None, "x"]}}
+    assert read(row) == ("hi", None, {})
+    assert carried(row) == {name: {"any": [1, None, "x"]}}
+
+
+def test_metadata_may_be_given_as_such() -> None:
+    assert carried({"prompt": "a", "x": 1, "metadata": {"topK": 2}}) == {"topK": 2, "x": 1}
+    assert carried({"prompt": "a", "metadata": "text"}) == {"metadata": "text"}
+    assert carried(batch_row(metadata={"x": "1"})) == {"x": "1"}
+    assert carried(batch_row()) == carried({"prompt": "a"}) == {}
+
+
+def test_a_column_of_text_called_body_does_not_make_a_batch_row() -> None:
+    assert carried({"prompt": "a", "body": "dear all"}) == {"body": "dear all"}
+
+
+def test_named_columns_hold_prompt_and_id_and_others_of_our_names_are_carried() -> None:
+    columns = Columns(prompt="question", id="key")
+    row = {"question": "why", "key": 7, "prompt": "old", "id": "x", "seed": 1, "url": "u"}
+    arranged = rows.arrange(row, columns)
+    assert rows.row_id(arranged) == "7"
+    assert rows.prompt(rows.body(arranged)) == "why"
+    assert rows.parameters(rows.body(arranged)) == {"seed": 1}
+    assert rows.metadata(arranged) == {"prompt": "old", "id": "x", "url": "u"}
 
 
 def test_model_is_the_last_part_of_its_path() -> None:
@@ -111,8 +152,15 @@ def test_an_id_that_names_nothing_is_refused(row: dict[str, Any]) -> None:
         ({"messages": [{"role": "user"}]}, ErrorCode.BAD_ROW, "content must be text, found nothing"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, ErrorCode.BAD_ROW, "type 'text'"),
         ({"messages": [{"role": "user", "content": "a", "name": "b"}]}, ErrorCode.BAD_ROW, "'name' is not supported"),
-        ({"promt": "a"}, ErrorCode.BAD_PARAMS, "unknown key 'promt' (did you mean 'prompt'?)"),
+        ({"promt": "a"}, ErrorCode.BAD_ROW, "is missing; is 'promt' it?"),
         ({"prompt": "a", "temprature": 1}, ErrorCode.BAD_PARAMS, "did you mean 'temperature'?"),
+        ({"prompt": "a", "topK": 1}, ErrorCode.BAD_PARAMS, "did you mean 'top_k'?): if not, put it under 'metadata'"),
+        ({"prompt": "a", "Seed": 1}, ErrorCode.BAD_PARAMS, "did you mean 'seed'?"),
+        ({"prompt": "a", "max_new_token": 1}, ErrorCode.BAD_PARAMS, "did you mean 'max_new_tokens'?"),
+        ({"prompt": "a", "stop": ["x"]}, ErrorCode.BAD_PARAMS, "stop = ['x'] is not supported"),
+        ({"prompt": "a", "x": 1, "metadata": {"x": 2}}, ErrorCode.BAD_ROW, "'x' stands beside metadata and in it"),
+        ({"prompt": "a", "params": {"metadata": 1}}, ErrorCode.BAD_PARAMS, "'metadata' belongs beside params"),
+        ({"prompt": "a", "x": json.loads("[" * 99 + "]" * 99)}, ErrorCode.BAD_ROW, "nested more than 64 deep"),
         ({"prompt": "a", "params": 3}, ErrorCode.BAD_ROW, "params must be a JSON object"),
         ({"prompt": "a", "seed": 1, "params": {"seed": 2}}, ErrorCode.BAD_PARAMS, "beside params or in it, not both"),
         ({"prompt": "a", "model": 3}, ErrorCode.BAD_ROW, "model must be text"),

@@ -174,7 +174,8 @@ def test_workers_stop_when_their_supervisor_is_killed(system: System, wait_until
     wait_until(lambda: len(queues.workers(ledger.redis)) == 2, START_S)
     supervisor.kill()
     wait_until(lambda: not queues.workers(ledger.redis), START_S)
-    assert [event["event"] for event in system.log("worker-box-*.jsonl")].count("worker_stopped") == 2
+    # Each says so last of all.
+    wait_until(lambda: [event["event"] for event in system.log("worker-box-*.jsonl")].count("worker_stopped") == 2)
 
 
 def test_burst_on_several_devices_ends_when_no_work_is_left(system: System) -> None:
@@ -182,6 +183,26 @@ def test_burst_on_several_devices_ends_when_no_work_is_left(system: System) -> N
     done = system.call("worker", "run", "--device", "cpu,cpu", "--burst")
     assert done.returncode == 0, done.stderr
     assert len(system.rows("few.jsonl")) == 20
+
+
+def test_a_folder_of_tables_is_answered_with_its_columns_beside_the_answers(system: System) -> None:
+    folder = system.root / "data" / "below"
+    folder.mkdir(parents=True)
+    (folder / "rows.csv").write_text('key;question;topic\nk1;"one;\ntwo";x\nk2;three;y\nk1;four;z\n')
+    (folder / "rows.params.yaml").write_text("max_new_tokens: 8\n")
+    (system.root / "ask.txt").write_text("{topic}: {question}\n")
+    names = ["--id-column", "key", "--csv-delimiter", ";", "--template", "ask.txt"]
+    assert system.call("producer", "submit", "data", "--recursive", *names).returncode == 0
+    done = system.call("worker", "run", "--burst")
+    assert done.returncode == 0, done.stderr
+    rows = system.rows("below/rows.jsonl")
+    assert [(row["id"], row["prompt"]) for row in rows] == [("k1", "x: one;\ntwo"), ("k2", "y: three")]
+    assert rows[0]["metadata"] == {"question": "one;\ntwo", "topic": "x"}
+    assert {row["params"]["max_new_tokens"] for row in rows} == {8}
+    (error,) = system.rows("below/rows.errors.jsonl")
+    assert (error["line"], error["metadata"]["topic"], error["error"]["code"]) == (5, "z", "duplicate_id")
+    moved = sorted(file.name for file in (system.folders.processed / "below").iterdir())
+    assert moved == ["rows.csv", "rows.params.yaml"]
 
 
 def test_submit_with_wait_tells_by_its_exit_code_whether_all_went_well(system: System) -> None:

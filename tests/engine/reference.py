@@ -76,6 +76,13 @@ class Answer:
     steps: int
 
 
+def worth_comparing(answers: list[Answer], max_new_tokens: int = 32) -> None:
+    """Not one token again and again, some answers that stop and some that do not, steps that take several tokens."""
+    assert len({token for answer in answers for token in answer.tokens}) > 40
+    assert 1 <= sum(len(answer.tokens) < max_new_tokens for answer in answers) < len(answers)
+    assert any(answer.steps < len(answer.tokens) * 3 / 4 for answer in answers)
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """Tokens whose keys and values were stored at one step, from `start` on, when the canvas had `length` positions."""

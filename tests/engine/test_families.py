@@ -1,4 +1,5 @@
-"""Every dense family: its published layout loads, and its logits and tokens are those of an independent model."""
+"""Every dense family with a bidirectional canvas: its published layout loads, and its logits and tokens are those of an
+independent model."""
 
 from __future__ import annotations
 
@@ -11,12 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from contract.errors import ModelLoadError
 from tests import checkpoints
-from tests.engine.reference import Recipe, Reference
+from tests.engine.dit_reference import DitReference
+from tests.engine.encoder_reference import BertReference, ModernBertReference
+from tests.engine.reference import Recipe, Reference, worth_comparing
 from tests.engine.running import prompt, request
 from tests.engine.test_against_reference import LENGTHS, engine_answers, recipe_of, recording
+from tests.engine.test_mix_property import BUDGETS, Guest, bounded, hold, mixes
 from worker.engine import Loaded, load
 from worker.engine.models.decoder import Decoder, shapes
 from worker.engine.models.registry import model_spec
@@ -24,10 +30,10 @@ from worker.engine.models.registry import model_spec
 
 @dataclass(frozen=True)
 class Family:
-    """A tiny checkpoint and the model of transformers that it must agree with."""
+    """A tiny checkpoint, and what makes of its folder the independent model that it must agree with."""
 
     write: Callable[..., Path]
-    reference: dict[str, Any]
+    reference: Callable[[Path], Reference]
 
 
 @dataclass(frozen=True)
@@ -37,10 +43,15 @@ class Pair:
 
 
 FAMILIES = {
-    "dream": Family(checkpoints.dream, {"tied": False, "shape": checkpoints.QWEN2, "shift": 1}),
-    "a2d_qwen3": Family(checkpoints.a2d_qwen3, {"tied": True, "shape": checkpoints.QWEN3}),
-    "illada": Family(checkpoints.illada, {"tied": True}),
+    "dream": Family(checkpoints.dream, lambda _: Reference(tied=False, shape=checkpoints.QWEN2, shift=1)),
+    "a2d_qwen3": Family(checkpoints.a2d_qwen3, lambda _: Reference(tied=True, shape=checkpoints.QWEN3)),
+    "illada": Family(checkpoints.illada, lambda _: Reference(tied=True)),
+    "bert": Family(checkpoints.bert, BertReference),
+    "modernbert": Family(checkpoints.modernbert, ModernBertReference),
+    "mdlm": Family(checkpoints.mdlm, lambda _: DitReference()),
 }
+MIXED = ("bert", "modernbert", "mdlm")
+"""Those with decoders of their own, which other mixes do not run through."""
 RULES = (
     ("fixed_steps", 14),
     ("threshold", 0.6),
@@ -52,7 +63,7 @@ RULES = (
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     family = FAMILIES[request.param]
     folder = family.write(tmp_path_factory.mktemp(request.param), tokenizer=False)
-    return Pair(load(folder, device="cpu", dtype="float32"), Reference(**family.reference))
+    return Pair(load(folder, device="cpu", dtype="float32"), family.reference(folder))
 
 
 def test_logits_agree_on_mixed_lengths(pair: Pair) -> None:
@@ -91,17 +102,18 @@ def test_tokens_agree_when_most_is_read_at_the_edge_of_a_block(
     assert engine_answers(pair.loaded, recipe, cache=cache, cache_refresh=refresh) == expected
 
 
+@pytest.mark.parametrize("pair", MIXED, indirect=True)
+@settings(bounded, max_examples=15)
+@given(mix=mixes, max_rows=st.integers(1, 8), max_step_tokens=st.sampled_from(BUDGETS))
+def test_tokens_are_the_same_alone_and_in_any_mix(
+    pair: Pair, mix: list[Guest], max_rows: int, max_step_tokens: int
+) -> None:
+    hold(pair.loaded, mix, max_rows, max_step_tokens)
+
+
 def test_the_references_are_worth_comparing_with(pair: Pair) -> None:
-    varied(pair.reference)
-
-
-def varied(reference: Reference) -> None:
-    """Not one token again and again, some answers that stop and some that do not, steps that take several tokens."""
     recipe = Recipe(max_new_tokens=32, block_length=8, rule="threshold", number=0.6)
-    answers = [reference.bidirectional_answer(prompt(n, 6), recipe, "none") for n in range(20)]
-    assert len({token for answer in answers for token in answer.tokens}) > 40
-    assert 1 <= sum(len(answer.tokens) < 32 for answer in answers) <= 19
-    assert any(answer.steps < len(answer.tokens) * 3 / 4 for answer in answers)
+    worth_comparing([pair.reference.bidirectional_answer(prompt(n, 6), recipe, "none") for n in range(20)])
 
 
 def config_of(folder: Path) -> dict[str, Any]:

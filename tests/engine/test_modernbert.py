@@ -1,4 +1,4 @@
-"""ModernBERT: its published layout loads; logits and tokens are those of transformers' model."""
+"""ModernBERT, beside what `test_families` shows of it: its local layers, and what is refused."""
 
 from __future__ import annotations
 
@@ -10,16 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from contract.errors import ModelLoadError
 from tests import checkpoints
 from tests.engine.encoder_reference import ModernBertReference
 from tests.engine.running import prompt, request
-from tests.engine.test_against_reference import LENGTHS, engine_answers, recipe_of, recording
-from tests.engine.test_families import RULES, varied
-from tests.engine.test_mix_property import BUDGETS, Guest, bounded, hold, mixes
+from tests.engine.test_against_reference import LENGTHS, recording
 from worker.engine import Loaded, load
 from worker.engine.models.decoders import build, shapes
 from worker.engine.models.modernbert_decoder import ModernBertConfig
@@ -84,29 +80,6 @@ def test_what_would_run_and_answer_differently_is_noticed(
     monkeypatch.setattr("worker.engine.loading.model_spec", lambda _: wrong)
     off = (logits_of(load(folder, "cpu", "float32")) - expected_logits(pair.reference)).abs().max()
     assert off > 0.01
-
-
-@pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
-@pytest.mark.parametrize("block_length", [5, 32])
-@pytest.mark.parametrize(("rule", "number"), RULES)
-def test_tokens_are_those_of_the_plain_sampler(
-    pair: Pair, rule: str, number: float | tuple[float, float], block_length: int, cache: str
-) -> None:
-    recipe = recipe_of(rule, number, block_length)
-    expected = {n: pair.reference.bidirectional_answer(prompt(n, n), recipe, cache) for n in LENGTHS}
-    assert engine_answers(pair.loaded, recipe, cache=cache) == expected
-
-
-@bounded
-@given(mix=mixes, max_rows=st.integers(1, 8), max_step_tokens=st.sampled_from(BUDGETS))
-def test_tokens_are_the_same_alone_and_in_any_mix(
-    pair: Pair, mix: list[Guest], max_rows: int, max_step_tokens: int
-) -> None:
-    hold(pair.loaded, mix, max_rows, max_step_tokens)
-
-
-def test_the_reference_is_worth_comparing_with(pair: Pair) -> None:
-    varied(pair.reference)
 
 
 def config_of(folder: Path) -> dict[str, Any]:

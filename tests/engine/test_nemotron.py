@@ -11,7 +11,7 @@ import torch
 
 from contract.errors import ModelLoadError
 from tests import checkpoints
-from tests.engine.reference import Recipe, Reference
+from tests.engine.reference import Recipe, Reference, worth_comparing
 from tests.engine.running import prompt, request
 from tests.engine.test_against_reference import LENGTHS, RULES, engine_answers, opening, recipe_of, recording
 from worker.engine import Loaded
@@ -97,10 +97,7 @@ def test_tokens_are_those_of_the_plain_sampler(
 
 def test_the_reference_is_worth_comparing_with(reference: Reference) -> None:
     recipe = Recipe(max_new_tokens=32, block_length=8, rule="threshold", number=0.6)
-    answers = [reference.causal_answer(prompt(n, 6), recipe, shift=0) for n in range(20)]
-    assert len({token for answer in answers for token in answer.tokens}) > 40
-    assert 1 <= sum(len(answer.tokens) < 32 for answer in answers) <= 19
-    assert any(answer.steps < len(answer.tokens) * 3 / 4 for answer in answers)
+    worth_comparing([reference.causal_answer(prompt(n, 6), recipe, shift=0) for n in range(20)])
 
 
 def test_the_3b_has_the_published_tensors_and_the_file_its_size() -> None:

@@ -179,9 +179,9 @@ def test_a_cause_that_comes_back_is_told_again(inbox: Inbox, notices: list[dict[
 def test_other_kinds_of_files_are_named_with_the_kinds_that_are_read(
     inbox: Inbox, notices: list[dict[str, Any]]
 ) -> None:
-    (inbox.folder / "table.csv").write_text("a,b\n")
+    (inbox.folder / "table.xlsx").write_text("a,b\n")
     assert inbox.look() == []
-    assert ".txt and .jsonl" in notices[0]["reason"]
+    assert ".txt, .jsonl, .csv and .parquet" in notices[0]["reason"]
 
 
 def test_a_name_that_is_not_utf8_is_left_alone(inbox: Inbox, notices: list[dict[str, Any]]) -> None:

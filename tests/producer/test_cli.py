@@ -181,8 +181,8 @@ def make_text(path: Path) -> None:
     ("name", "make", "says"),
     [
         ("missing.jsonl", make_nothing, "missing.jsonl: no such file"),
-        ("folder.jsonl", Path.mkdir, "not a file; name the files in it"),
-        ("table.csv", make_text, "rename it to end in .txt or .jsonl"),
+        ("folder.jsonl", Path.mkdir, "no .txt, .jsonl, .csv and .parquet files in it"),
+        ("table.xlsx", make_text, "rename it to end in .txt, .jsonl"),
         ("suffixless", make_text, "unknown kind of file"),
         ("pipe.txt", os.mkfifo, "not a file"),
         ("caf\udce9.txt", make_text, r"caf\udce9.txt: its name is not UTF-8; rename it"),
@@ -223,7 +223,9 @@ def test_a_wrong_flag_is_wrong_usage(run: Run, file: Path, flags: list[str], say
 
 
 def test_one_name_does_not_go_with_two_files(run: Run, file: Path) -> None:
-    result = run("submit", file, file, "--name", "x")
+    other = file.with_name("other.txt")
+    other.write_text("one\n")
+    result = run("submit", file, other, "--name", "x")
     assert result.exit_code == 2
     assert "--name goes with one FILE" in result.stderr
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 import subprocess
@@ -10,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from click.testing import Result
 from redis import Redis
@@ -49,7 +52,8 @@ def work(ledger: Ledger, folders: Folders, worker_settings: Callable[..., Worker
                     segment.append([failure_row(row.index, id=row.job.id)])
                     intake.fail(row, PromptFailure(ErrorCode.MODEL_ERROR, "it failed"))
                 else:
-                    segment.append([completion_row(row.index, f"answer to {row.job.prompt}", id=row.job.id)])
+                    told = {"id": row.job.id, "metadata": row.job.metadata}
+                    segment.append([completion_row(row.index, f"answer to {row.job.prompt}", **told)])
                     intake.finish([row])
         sealing.seal_ready(ledger, folders)
 
@@ -141,6 +145,80 @@ def test_force_other_parameters_and_other_content_make_new_batches(run: Run, fil
     others.append(submitted(run, file))
     assert len({first, *others}) == 6
     assert submitted(run, file) == others[-1]
+
+
+def test_what_makes_other_prompts_of_the_same_bytes_makes_a_new_batch(run: Run, tmp_path: Path) -> None:
+    file, template, beside = tmp_path / "a.csv", tmp_path / "t.txt", tmp_path / "a.params.yaml"
+    file.write_text("prompt,other,id\none,two,x\n")
+    template.write_text("{other}?")
+    made = [submitted(run, file), submitted(run, file, "--prompt-column", "other")]
+    made.append(submitted(run, file, "--template", template))
+    assert submitted(run, file, "--template", template) == made[-1]
+    template.write_text("{other}!")
+    made.append(submitted(run, file, "--template", template))
+    beside.write_text("seed: 3\n")
+    made.append(submitted(run, file))
+    assert submitted(run, file) == made[-1]
+    beside.write_text("seed: 4\n")
+    made.append(submitted(run, file))
+    shutil.copy(file, tmp_path / "a.txt")
+    made.append(submitted(run, tmp_path / "a.txt"))
+    assert len(set(made)) == 7
+    beside.unlink()
+    assert submitted(run, file) == made[0]
+
+
+def as_csv(file: Path) -> None:
+    file.write_text("id,prompt,topic\na,1,x\nb,2,y\nc,3,z\n")
+
+
+def as_packed_csv(file: Path) -> None:
+    file.write_bytes(gzip.compress(b"id,prompt,topic\na,1,x\nb,2,y\nc,3,z\n"))
+
+
+def as_parquet(file: Path) -> None:
+    table = {"id": ["a", "b", "c"], "prompt": ["1", "2", "3"], "topic": ["x", "y", "z"]}
+    pyarrow.parquet.write_table(pyarrow.table(table), file)
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "form"),
+    [("c.csv", as_csv, "parquet"), ("c.csv.gz", as_packed_csv, "openai"), ("c.parquet", as_parquet, "csv")],
+)
+def test_tables_in_folders_go_on_and_run_again_as_files_do(
+    run: Run, tmp_path: Path, folders: Folders, redis: Redis, work: Any, name: str, write: Any, form: str
+) -> None:
+    below = tmp_path / "data" / "below"
+    below.mkdir(parents=True)
+    write(below / name)
+    (below / "c.params.yaml").write_text("seed: 3\n")
+    words = (tmp_path / "data", "--recursive", "--output-format", form)
+    batch = submitted(run, *words)
+    work(1, failing="a")
+    assert run("cancel", batch, "--id", "c").exit_code == 0
+    assert submitted(run, *words) == batch
+    assert sorted(waiting_ids(redis)) == [f"{batch}-0", f"{batch}-1", f"{batch}-2"]
+    work()
+    place = folders.outputs / "below"
+    rows = [json.loads(line) for line in (place / "c.jsonl").read_text().splitlines()]
+    assert [(row["id"], row["output"], row["metadata"]) for row in rows] == [
+        ("a", "answer to 1", {"topic": "x"}),
+        ("b", "answer to 2", {"topic": "y"}),
+        ("c", "answer to 3", {"topic": "z"}),
+    ]
+    assert {file.name for file in place.iterdir()} == {
+        "c.jsonl",
+        "c.summary.json",
+        "c.openai.jsonl" if form == "openai" else f"c.{form}",
+    }
+    assert json.loads(run("results", batch, "--json").stdout)["files"][0] == str(place / "c.jsonl")
+    again = run("rerun", batch, "--param", "seed=4")
+    assert again.exit_code == 0, again.stderr
+    work()
+    assert run("results", again.stdout.strip()).stdout.count('"topic"') == 3
+    assert (place / "c-2.jsonl").exists()
+    second = name.replace("c", "c-2", 1)
+    assert {file.name for file in (folders.processed / "below").iterdir()} == {name, second, "c.params.yaml"}
 
 
 def test_a_forced_batch_is_the_one_that_the_next_goes_on_with(run: Run, file: Path) -> None:

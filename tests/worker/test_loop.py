@@ -215,6 +215,16 @@ def test_prompts_that_cannot_run_become_error_rows_and_the_rest_runs(
     assert batch.counts == Counts(total=4, submitted=4, done=2, failed=2)
 
 
+def test_what_a_row_carried_is_in_its_output_or_error_row(
+    model: Model, queued: Callable[..., str], work: Callable[..., None], folders: Folders
+) -> None:
+    long = "x" * 100_000
+    queued([{"prompt": "one", "metadata": {"topic": [1, None]}}, {"prompt": long, "metadata": {"topic": "y"}}])
+    work(model)
+    assert [row["metadata"] for row in published(folders, "b.jsonl")] == [{"topic": [1, None]}]
+    assert [row["metadata"] for row in published(folders, "b.errors.jsonl")] == [{"topic": "y"}]
+
+
 def test_prompts_of_tokens_run_and_what_was_cut_is_told(
     model: Model, queued: Callable[..., str], work: Callable[..., None], folders: Folders
 ) -> None:
