@@ -64,7 +64,8 @@ WORKER = (
         "dllm_step_seconds",
         "histogram",
         "phase",
-        "time of a denoise step by phase: prefill, denoise and commit share the forward by their positions; logits, host. On a GPU the wait for the device shows under logits",
+        "time of a denoise step by phase: `prefill`, `denoise` and `commit` share the forward by their positions; "
+        "`logits`, `host`. On a GPU the wait for the device shows under `logits`",
     ),
     _metric(
         "dllm_gpu_memory_bytes",

@@ -125,6 +125,25 @@ def workers(redis: Connection) -> list[WorkerInfo]:
     return sorted(found, key=lambda worker: worker.name)
 
 
+def overdue(redis: Connection, model: str, now: float, by_s: float) -> int:
+    """Leases of the model's prompts that ran out more than `by_s` ago, and nobody took the prompts back."""
+    with redis.pipeline(transaction=False) as pipe:
+        for target in queues(redis, model):
+            pipe.zcount(target.started_job_registry.key, "-inf", now - by_s)
+        return sum(pipe.execute())
+
+
+def dead(redis: Connection) -> dict[str, str]:
+    """Workers of the last day that did not leave in order and are not there again, and how they ended."""
+    alive = {worker.name for worker in workers(redis)}
+    found = {}
+    for key in redis.scan_iter(match=lives(redis.names, "*"), count=10_000):
+        name = key.decode(errors="replace").removeprefix(lives(redis.names, ""))
+        if name not in alive:
+            found[name] = str(_vitals(redis, name).get("how", "gone without a word"))
+    return dict(sorted(found.items()))
+
+
 def lives(names: Names, worker: str) -> str:
     """Key of a worker's lives: a hash from when a process of that name began to how it stood at its last heartbeat."""
     return names.key("lives", worker)

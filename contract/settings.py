@@ -51,10 +51,12 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="what is logged")
     log_prompts: bool = Field(False, description="write prompts and outputs into the logs too")
     log_max_mb: Count = Field(64, description="a log file is rotated at this size")
-    log_max_hours: Seconds = Field(24.0, description="and at this age, in hours")
+    log_max_hours: Seconds = Field(24.0, description="a log file is rotated at this age, in hours")
     log_keep_days: Seconds = Field(30.0, description="log files that were not written to for so long are removed")
     log_keep_mb: Count = Field(2048, description="the oldest log files are removed while all take more")
-    audit_keep_days: Seconds = Field(365.0, description="the same as log_keep_days for logs/audit.jsonl")
+    audit_keep_days: Seconds = Field(
+        365.0, description="files of logs/audit.jsonl that were not written to for so long are removed"
+    )
     metrics_port: Annotated[int, Field(ge=1, le=65_535)] | None = Field(
         None,
         description="/metrics, /healthz and /readyz of `worker run` and `producer watch` are served there; none: off",

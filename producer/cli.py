@@ -77,6 +77,9 @@ def main() -> None:
 @app.command()
 def watch(
     once: Annotated[bool, typer.Option("--once", help="Submit what is there now, and exit")] = False,
+    metrics_port: Annotated[
+        int | None, typer.Option("--metrics-port", help="Serve /metrics, /healthz and /readyz there")
+    ] = None,
     root: Root = None,
     redis_url: RedisUrl = None,
     debug: Debug = False,
@@ -86,13 +89,17 @@ def watch(
     Example: producer watch
     """
     with _errors(debug), Stop() as stop:
-        session = Session.open({"root": root, "redis_url": redis_url}, quiet=False)
+        flags = {"root": root, "redis_url": redis_url, "metrics_port": metrics_port}
+        session = Session.open(flags, quiet=False)
         watcher = Watcher(session.settings, session.ledger, stop)
         if once:
             watcher.run_once()
             return
         logs.get().info("watching", folder=str(session.folders.inputs))
-        watcher.run()
+        from producer.monitoring import monitor  # loads libraries that no other command needs
+
+        with monitor(watcher, stop):
+            watcher.run()
         logs.get().info("watching_stopped")
 
 
@@ -529,11 +536,11 @@ def doctor(
             found.append(one)
             if not as_json:
                 display.diagnosis(one)
-        healthy = all(one.done is not None for one in found)
+        healthy = all(one.done is not None or one.note for one in found)
         if as_json:
             findings = [one.model_dump(mode="json") for one in found]
             display.answer(json.dumps({"healthy": healthy, "findings": findings}, indent=2))
-        elif not found:
+        elif all(one.note for one in found):
             display.answer("all is well")
         if not healthy:
             raise typer.Exit(1)

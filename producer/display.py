@@ -322,7 +322,7 @@ def diagnosis(found: Diagnosis) -> None:
     elif found.refused is not None:
         outcome = f"not fixed: {found.refused}"
     else:
-        outcome = f"--fix {found.remedy}" if found.fixable else f"to do: {found.remedy}"
+        outcome = f"--fix {found.remedy}" if found.fixable else f"{'note' if found.note else 'to do'}: {found.remedy}"
     answer(safe(f"{found.kind}  {found.where}: {found.what}; {outcome}"))
 
 

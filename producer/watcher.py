@@ -7,6 +7,7 @@ keep a short one waiting, and waiting for room keeps neither files from being cl
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -47,12 +48,16 @@ class Watcher:
         self._active: dict[str, Submission] = {}
         self._waiting: deque[BatchSpec] = deque()
         self._last_scan = float("-inf")
-        self._outages = 0
+        self.outages = 0
+        """Times in a row that Redis did not answer."""
+        self.turned_at = time.monotonic()
+        """When the last turn began, on the monotonic clock; endless while it publishes, which takes what it takes."""
 
     def run(self) -> None:
         """Watch until told to stop."""
         try:
             while not self.stop():
+                self.turned_at = time.monotonic()
                 busy = self._patiently(self._turn)
                 if not busy:
                     self._sleep()
@@ -111,7 +116,9 @@ class Watcher:
         for file, look in self._inbox.look():
             self._claim(file, look)
         self._line_up(self.claims.pending())
+        self.turned_at = math.inf
         sealing.seal_ready(self.ledger, self.settings.folders)
+        self.turned_at = time.monotonic()
         return True
 
     def _claim(self, file: Path, look: Look) -> None:
@@ -175,12 +182,12 @@ class Watcher:
         """Do `work`; after an outage of Redis drop what was under way, wait, and say None."""
         try:
             done = work()
-            self._outages = 0
+            self.outages = 0
             return done
         except OUTAGES as error:
-            self._outages += 1
+            self.outages += 1
             self._drop()
-            wait(pause_after(self._outages, error), self.stop)
+            wait(pause_after(self.outages, error), self.stop)
             return None
 
     def _sleep(self) -> None:

@@ -7,13 +7,14 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 from rich.console import Console
+from structlog.stdlib import BoundLogger
 
 from contract import logs, settings
 from contract.errors import DllmError, UsageError
@@ -21,6 +22,9 @@ from contract.sampling import Rule, parse_params
 from contract.settings import WorkerSettings
 from worker.progress import Progress
 from worker.restarts import Restarts
+
+if TYPE_CHECKING:  # torch takes seconds to import, and `worker --help` should not
+    from worker.model import Model
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 err = Console(stderr=True)
@@ -60,6 +64,10 @@ def run(
     max_rows: Annotated[int | None, typer.Option(help="Prompts denoised together.")] = None,
     name: Annotated[str | None, typer.Option(help="Worker name; default: host and process id.")] = None,
     burst: Annotated[bool, typer.Option(help="Stop when no work is left.")] = False,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(help="Serve /metrics, /healthz and /readyz there; with several devices, from there on."),
+    ] = None,
     supervisor: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Take prompts from the queue and denoise them until told to stop; on several devices with one process each.
@@ -68,7 +76,7 @@ def run(
     """
     flags = {"root": root, "redis_url": redis_url, "model": model, "dtype": dtype, "quantize": quantize}
     flags |= {"max_rows": max_rows}
-    config = settings.read(WorkerSettings, flags | {"device": device, "name": name})
+    config = settings.read(WorkerSettings, flags | {"device": device, "name": name, "metrics_port": metrics_port})
     from worker.devices import devices
 
     places = devices(config.device)
@@ -83,7 +91,7 @@ def _supervise(places: list[str], config: WorkerSettings, burst: bool, flags: di
 
     name = worker_name(config)
     logs.set_up(config, f"worker-{name}", worker=name)
-    return supervise(places, name, burst, flags, logs.get())
+    return supervise(places, name, burst, flags, logs.get(), config.metrics_port)
 
 
 def _work(config: WorkerSettings, burst: bool, supervisor: int | None) -> None:
@@ -111,33 +119,31 @@ def _denoise(
     # Imported here: torch and transformers take seconds, and `worker --help` should not.
     from contract.ledger import Ledger
     from contract.server import open_redis
-    from worker.intake import Intake
+    from worker.intake import Intake, worker_name
     from worker.loop import Loop
-    from worker.model import open_model
+    from worker.monitoring import Standing
     from worker.outputs import Outputs
     from worker.supervisor import report
     from worker.throughput import TokenRate
     from worker.watchdog import Watchdog
 
     log = logs.get()
-    redis = open_redis(config)
-    ledger = Ledger(redis)
-    started = time.perf_counter()
-    logs.adopt_libraries()
-    opened = open_model(config)
-    log.info("model_loaded", seconds=round(time.perf_counter() - started, 2), **opened.describe())
-
     rate = TokenRate()
+    standing = Standing(config, progress, worker_name(config))
 
     def vitals() -> dict[str, str | int | float]:
-        standing = {"step": progress.steps, "rows": progress.rows, "peak_memory_mb": opened.peak_memory_mb()}
-        return {**opened.place(), **standing, "tokens_per_s": rate.of(progress.tokens, time.monotonic())}
+        now = {"step": progress.steps, "rows": progress.rows, "peak_memory_mb": opened.peak_memory_mb()}
+        return {**opened.place(), **now, "tokens_per_s": rate.of(progress.tokens, time.monotonic())}
 
-    with (
-        Intake(redis, ledger, config, vitals, restarts.predecessor) as intake,
-        Outputs(config.folders, ledger, intake.name) as outputs,
-        Watchdog(progress, config.step_timeout_s, intake.evidence.ended, restarts.again, log),
-    ):
+    with ExitStack() as stack:
+        stack.enter_context(standing.monitor())
+        redis = open_redis(config)
+        ledger = Ledger(redis)
+        opened = _loaded(config, log)
+        intake = stack.enter_context(Intake(redis, ledger, config, vitals, restarts.predecessor))
+        outputs = stack.enter_context(Outputs(config.folders, ledger, intake.name))
+        stack.enter_context(Watchdog(progress, config.step_timeout_s, intake.evidence.ended, restarts.again, log))
+        standing.model, standing.intake = opened, intake
         loop = Loop(intake, opened, outputs, config.grace_s, log, config.log_prompts, progress)
 
         def stop() -> None:
@@ -148,6 +154,16 @@ def _denoise(
             if supervisor is not None:
                 report(supervisor, stop)
             loop.run(burst)
+
+
+def _loaded(config: WorkerSettings, log: BoundLogger) -> Model:
+    from worker.model import open_model
+
+    started = time.perf_counter()
+    logs.adopt_libraries()
+    opened = open_model(config)
+    log.info("model_loaded", seconds=round(time.perf_counter() - started, 2), **opened.describe())
+    return opened
 
 
 @contextmanager

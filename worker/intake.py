@@ -182,6 +182,8 @@ class Intake:
         self.journal = Journal(self._log)
         self.tally: Counter[str] = Counter()
         """How many leases were lost and prompts retried, for the metrics."""
+        self.beaten_at = time.monotonic()
+        """When the heart last beat, so that Redis answered, on the monotonic clock."""
         self._guard = threading.Lock()
         self._held: dict[str, Held] = {}
         self._lost: list[Taken] = []
@@ -610,6 +612,7 @@ class Intake:
             members = [word for row in rows for word in (row.lease.member, row.lease.execution_id)]
             self._renew_script(keys=keys, args=[self._settings.lease_s, *members], client=pipe)
             missing = {execution.decode() for execution in pipe.execute()[-1]}
+        self.beaten_at = time.monotonic()
         self._note_lost(missing)
 
     def _note_lost(self, executions: set[str]) -> None:

@@ -21,7 +21,7 @@ from worker.engine import Finished
 from worker.intake import Intake, Rejected, Taken
 from worker.model import Model, applied_params
 from worker.outputs import Outputs
-from worker.progress import Progress
+from worker.progress import Phase, Progress
 from worker.restarts import poisons
 from worker.throughput import MicroBatch
 
@@ -70,6 +70,7 @@ class Loop:
     def run(self, burst: bool = False) -> None:
         """Work until stopped; whatever has not ended by then is given back to the front of its queue."""
         while not self._stop.is_set():
+            self.progress.turn(Phase.WORKING)
             self.take()
             self.step()
             self.settle()
@@ -108,6 +109,7 @@ class Loop:
         try:
             with self.progress.step(len(self.running)):
                 finished = self.model.engine.step()
+            self.progress.times.observe(self.model.engine.stats)
         except Exception as error:  # whatever a step runs into, the other rows go on: here, or in a new process
             if poisons(error):
                 self._spare()
@@ -128,7 +130,9 @@ class Loop:
             self.outputs.write([(ended.taken.batch, ended.row) for ended in self.unwritten])
         except OSError as error:
             self.log.error("disk_full", reason=str(error))
+            self.progress.disk_full = True
             return
+        self.progress.disk_full = False
         settled, self.unwritten = self.unwritten, []
         answered = [ended.taken for ended in settled if isinstance(ended.taken, Taken) and not ended.error]
         tokens = dict(_tokens(settled))
@@ -137,11 +141,13 @@ class Loop:
         for ended in settled:
             if ended.error:
                 self.intake.fail(ended.taken, ended.error)
+        self.progress.turn(Phase.STOPPING if self._stop.is_set() else Phase.PUBLISHING)
         self.outputs.sealed_if_complete(ended.taken.batch for ended in settled)
 
     def wind_down(self) -> None:
         """Finish what the grace time allows, give back the rest."""
         deadline = time.monotonic() + self.grace_s
+        self.progress.turn(Phase.STOPPING)
         while self.running and time.monotonic() < deadline and not self._stop_now.is_set():
             self.step()
             self.settle()
@@ -173,6 +179,8 @@ class Loop:
             self._fail(running, result.error)
             return
         row = self._completion(running.taken, result)
+        self.progress.prompt_tokens += result.prompt_tokens
+        self.progress.forwards += result.forwards
         self.unwritten.append(Ended(running.taken, row))
         if self.log_prompts:
             self.log.info(
@@ -217,6 +225,7 @@ class Loop:
             attempt=row.error.attempts,
             reason=str(error),
         )
+        self.progress.failures[row.error.code] += 1
         self.unwritten.append(Ended(taken, row, error))
 
     def _part(self, error: Exception) -> None:

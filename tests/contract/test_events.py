@@ -33,7 +33,7 @@ def calls() -> Iterator[Call]:
                     fields = {word.arg for word in node.keywords if word.arg}
                     name, logger = node.func.attr, ast.unparse(node.func.value)
                     if (
-                        "log" in logger
+                        ("log" in logger or logger.startswith("get("))
                         and file.name not in ("notices.py", "audit.py")
                         and (name in LEVELS or name == "exception")
                     ):

@@ -78,6 +78,11 @@ class Engine:
         """Rows that run together at most."""
         return self.scheduler.max_rows
 
+    @property
+    def reused_positions(self) -> int:
+        """Prompt positions that were computed for another prompt before."""
+        return self.prefixes.reused
+
     def room(self) -> int:
         """How many more rows would run at once."""
         return self.scheduler.room()

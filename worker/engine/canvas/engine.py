@@ -67,6 +67,11 @@ class CanvasEngine:
             )
         self._waiting.append(row)
 
+    @property
+    def reused_positions(self) -> int:
+        """Prompt positions that were computed for another prompt before: none, beginnings are not shared here."""
+        return 0
+
     def room(self) -> int:
         """How many more rows would run at once."""
         return max(0, self.max_rows - len(self._running) - len(self._waiting))
