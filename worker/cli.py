@@ -90,6 +90,7 @@ def _supervise(places: list[str], config: WorkerSettings, burst: bool, flags: di
     from worker.supervisor import supervise
 
     name = worker_name(config)
+    config.folders.create()
     logs.set_up(config, f"worker-{name}", worker=name)
     return supervise(places, name, burst, flags, logs.get(), config.metrics_port)
 
@@ -99,6 +100,7 @@ def _work(config: WorkerSettings, burst: bool, supervisor: int | None) -> None:
     from worker.intake import worker_name
 
     worker = worker_name(config)
+    config.folders.create()
     logs.set_up(config, f"worker-{worker}", worker=worker)
     log = logs.get()
     log.info("worker_started", model=config.model, device=config.device)

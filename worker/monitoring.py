@@ -24,7 +24,7 @@ from worker.steptimes import PHASES
 from worker.throughput import TokenRate
 
 
-@dataclass
+@dataclass(eq=False)  # the registry keeps it in a set
 class Standing(Collector):
     """One worker as others see it. `model` and `intake` are there when they have been opened."""
 
