@@ -135,6 +135,25 @@ def _worker(redis: Connection, key: str) -> WorkerInfo | None:
         return None
 
 
+def overdue(redis: Connection, model: str, now: float, by_s: float) -> int:
+    """Leases of the model's prompts that ran out more than `by_s` ago, and nobody took the prompts back."""
+    with redis.pipeline(transaction=False) as pipe:
+        for target in queues(redis, model):
+            pipe.zcount(target.started_job_registry.key, "-inf", now - by_s)
+        return sum(pipe.execute())
+
+
+def dead(redis: Connection) -> dict[str, str]:
+    """Workers of the last day that did not leave in order and are not there again, and how they ended."""
+    alive = {worker.name for worker in workers(redis)}
+    found = {}
+    for key in redis.scan_iter(match=lives(redis.names, "*"), count=10_000):
+        name = key.decode(errors="replace").removeprefix(lives(redis.names, ""))
+        if name not in alive:
+            found[name] = str(_vitals(redis, name).get("how", "gone without a word"))
+    return dict(sorted(found.items()))
+
+
 def lives(names: Names, worker: str) -> str:
     """Key of a worker's lives: a hash from when a process of that name began to how it stood at its last heartbeat."""
     return names.key("lives", worker)
@@ -302,6 +321,15 @@ def prompts(redis: Connection, batch: str, indices: Sequence[int]) -> list[Promp
         for index in indices:
             pipe.hget(Job.key_for(f"{batch}-{index}"), "data")
         return [_prompt(data) for data in pipe.execute(raise_on_error=False)]
+
+
+def whereabouts(redis: Connection, job_id: str) -> dict[str, str] | None:
+    """What RQ's record of a job says of it: `status`, `worker` and `started_at`, as far as they are there; None where
+    there is no job."""
+    values = cast("list[bytes | None]", redis.hmget(Job.key_for(job_id), ["status", "worker_name", "started_at"]))
+    found = zip(("status", "worker", "started_at"), values, strict=True)
+    told = {name: value.decode(errors="replace") for name, value in found if value}
+    return told or None
 
 
 def withdraw(redis: Connection, target: Queue, batch: str, ledger_keys: Sequence[str], rows: Sequence[int]) -> int:

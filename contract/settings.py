@@ -18,7 +18,7 @@ import yaml
 from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
-from contract import hours, names, objects
+from contract import hours, names, protocols
 from contract.errors import BadPrompt, SettingsError, nearest
 from contract.jobs import OutputFormat
 from contract.paths import Folders
@@ -60,11 +60,24 @@ class Settings(BaseSettings):
         description="a published batch's rows stay in .segments/ for so long: as old as a backup of Redis may be",
     )
     log_max_mb: Count = Field(64, description="a log file is rotated at this size")
+    log_max_hours: Seconds = Field(24.0, description="a log file is rotated at this age, in hours")
+    log_keep_days: Seconds = Field(30.0, description="log files that were not written to for so long are removed")
+    log_keep_mb: Count = Field(2048, description="the oldest log files are removed while all take more")
+    audit_keep_days: Seconds = Field(
+        365.0, description="files of logs/audit.jsonl that were not written to for so long are removed"
+    )
+    metrics_port: Annotated[int, Field(ge=1, le=65_535)] | None = Field(
+        None,
+        description="/metrics, /healthz and /readyz of `worker run` and `producer watch` are served there; none: off",
+    )
+    metrics_host: str = Field(
+        "127.0.0.1", description="address they are served at; 0.0.0.0 lets other machines see them"
+    )
 
     @field_validator("outputs_url")
     @classmethod
     def _store(cls, value: str | None) -> str | None:
-        return value if value is None else objects.checked(value)
+        return value if value is None else protocols.checked(value)
 
     @classmethod
     def settings_customise_sources(

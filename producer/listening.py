@@ -36,7 +36,7 @@ def serve(settings: ProducerSettings, ledger: Ledger) -> None:
 
     Raises UsageError where that would be open to anybody, DllmError where the address is not to be had.
     """
-    from producer.gateway import keys, trail
+    from producer.gateway import keys
     from producer.gateway.loopback import is_loopback
 
     if not keys.load(settings).known and not is_loopback(settings.serve_host):
@@ -44,7 +44,6 @@ def serve(settings: ProducerSettings, ledger: Ledger) -> None:
             f"without an API key only this machine may ask: make one with `producer key NAME` before "
             f"listening on {settings.serve_host}, or listen on 127.0.0.1"
         )
-    trail.set_up(settings)
     with _listening(settings) as listener:
         host, port = listener.getsockname()[:2]
         logs.get().info("serving", url=f"http://{f'[{host}]' if ':' in host else host}:{port}")

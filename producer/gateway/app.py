@@ -13,9 +13,10 @@ from importlib import metadata
 from fastapi import FastAPI
 from redis.asyncio import Redis
 
+from contract import audit
 from contract.ledger import Ledger
 from contract.settings import ProducerSettings
-from producer.gateway import batches, chat, completions, errors, files, filters, generate, health, keys, models, trail
+from producer.gateway import batches, chat, completions, errors, files, filters, generate, health, keys, models
 from producer.gateway.door import Door
 from producer.gateway.service import opened
 
@@ -48,5 +49,5 @@ def create_app(settings: ProducerSettings, ledger: Ledger, redis: Callable[[], R
     errors.install(app)
     for router in ROUTERS:
         app.include_router(router, responses=errors.DOCUMENTED)
-    app.add_middleware(Door, record=trail.requested, most=most)
+    app.add_middleware(Door, record=lambda entry: audit.requested(entry.document()), most=most)
     return app
