@@ -67,7 +67,8 @@ def loading(root: Path, file: Path, rows: int) -> int:
 
 def submitting(root: Path, file: Path, rows: int) -> int:
     own = settings(root)
-    logs.set_up(own.folders.create().logs, "benchmark", "error", 64, quiet=True)
+    own.folders.create()
+    logs.set_up(own.model_copy(update={"log_level": "error"}), "benchmark", quiet=True)
     ledger = Ledger(server.open_redis(own))
     spec = Claims(own, ledger).snapshot(file)
     assert submit(spec, ledger, own)
@@ -86,7 +87,8 @@ def enqueuing(root: Path, file: Path, rows: int) -> int:
 
 def watching(root: Path, file: Path, files: int) -> int:
     own = ProducerSettings(root=root, settle_s=0)
-    logs.set_up(own.folders.create().logs, "benchmark", "error", 64, quiet=True)
+    own.folders.create()
+    logs.set_up(own.model_copy(update={"log_level": "error"}), "benchmark", quiet=True)
     ledger = Ledger(server.open_redis(own))
     asked = [0.0]
 
@@ -137,7 +139,7 @@ def answer(index: int) -> Completion:
 
 def publishing(root: Path, file: Path, rows: int) -> int:
     ledger, folders = Ledger(server.open_redis(settings(root))), settings(root).folders
-    logs.set_up(folders.logs, "benchmark", "error", 64, quiet=True)
+    logs.set_up(settings(root).model_copy(update={"log_level": "error"}), "benchmark", quiet=True)
     (batch,) = ledger.open_batches()
     assert sealing.seal(batch, ledger, folders)
     with (folders.outputs / "rows.jsonl").open("rb") as stream:

@@ -136,7 +136,7 @@ class Place:
         self.producer = ProducerSettings(root=root, model="demo", max_queued=1_000_000, max_queued_mb=1_000)
         self.worker = WorkerSettings(root=root, model="demo", linger_ms=0)
         self.producer.folders.create()
-        logs.set_up(self.producer.folders.logs, "benchmark", "error", 64, quiet=True)
+        logs.set_up(self.producer.model_copy(update={"log_level": "error"}), "benchmark", quiet=True)
         self.redis: Redis = server.open_redis(self.producer)
         self.ledger = Ledger(self.redis)
 

@@ -21,6 +21,7 @@ from contract.ledger import Batch, BatchState, Ledger
 from contract.merging import clear_bits, union
 from contract.paths import Folders
 from contract.queues import prompts, queue, withdraw
+from contract.ranges import written
 from contract.stores import Segment
 
 CHUNK = 2_000
@@ -53,7 +54,7 @@ def cancel(batch: str, ledger: Ledger, folders: Folders) -> Cancelled:
         for chunk in _chunks(_left(record, ledger)):
             count += _end(record, chunk, prompts(ledger.redis, batch, chunk), segment, ledger)
     if count:
-        logs.get(batch=batch).info("batch cancelled", rows=count)
+        logs.get(batch=batch).info("batch_cancelled", rows=count)
     return Cancelled(count, published=sealing.seal(batch, ledger, folders))
 
 
@@ -70,7 +71,7 @@ def cancel_rows(batch: str, ids: Collection[str], ledger: Ledger, folders: Folde
             unknown -= {job.id for job in found.values()}
             count += _end(record, list(found), list(found.values()), segment, ledger)
     if count:
-        logs.get(batch=batch).info("rows cancelled", rows=count)
+        logs.get(batch=batch).info("batch_cancelled", rows=count)
     return Cancelled(count, sorted(unknown), sealing.seal(batch, ledger, folders))
 
 
@@ -97,7 +98,9 @@ def _end(
     segment.append([_row(index, job) for index, job in zip(indices, jobs, strict=True)])
     target = queue(ledger.redis, spec.model, spec.priority)
     keys = [*ledger.mark_keys(spec.batch), ledger.key(spec.batch, "starts")]
-    return withdraw(ledger.redis, target, spec.batch, keys, indices)
+    count = withdraw(ledger.redis, target, spec.batch, keys, indices)
+    logs.get(batch=spec.batch).info("rows_cancelled", indices={spec.batch: written(indices)}, rows=count)
+    return count
 
 
 def _row(index: int, job: PromptJob | None) -> ErrorRow:

@@ -12,7 +12,7 @@ import time
 import unicodedata
 from pathlib import Path
 
-from contract import logs, stores
+from contract import audit, logs, stores
 from contract.formats import OUTPUT_ENDS
 from contract.ledger import BatchSpec, Ledger
 from contract.paths import Folders, fsync_folder, publish
@@ -44,11 +44,12 @@ def read_manifest(folder: Path) -> BatchSpec:
     return BatchSpec.model_validate_json((folder / MANIFEST).read_bytes())
 
 
-def record(spec: BatchSpec, ledger: Ledger, folders: Folders) -> None:
-    """The last step of a claim: the ledger learns of the batch."""
+def record(spec: BatchSpec, ledger: Ledger, folders: Folders, via: str = audit.COMMAND) -> None:
+    """The last step of a claim: the ledger learns of the batch. `via` is who asked for it, for the audit log."""
     fsync_folder(folders.claimed / spec.batch)
+    audit.submitted(spec, source(spec, folders).stat().st_size, via)
     ledger.create(spec)
-    logs.get(batch=spec.batch).info("batch created", file=spec.source, output=spec.output, model=spec.model)
+    logs.get(batch=spec.batch).info("batch_created", file=spec.source, output=spec.output, model=spec.model)
 
 
 def adopt(spec: BatchSpec, ledger: Ledger, folders: Folders) -> BatchSpec:
@@ -56,8 +57,8 @@ def adopt(spec: BatchSpec, ledger: Ledger, folders: Folders) -> BatchSpec:
     if _published(spec.output, folders) or not ledger.reserve_output(spec.batch, _folded(spec.output)):
         spec = spec.model_copy(update={"output": reserve_output(spec.output, spec.batch, ledger, folders)})
         write_manifest(spec, folders)
-    logs.get(batch=spec.batch).info("claimed file found that no batch was recorded for", file=spec.source)
-    record(spec, ledger, folders)
+    logs.get(batch=spec.batch).info("claim_adopted", file=spec.source)
+    record(spec, ledger, folders, audit.FOUND)
     return spec
 
 

@@ -56,7 +56,7 @@ def delete(batch: str, ledger: Ledger, folders: Folders, with_files: bool) -> De
     finally:
         with contextlib.suppress(LockError):  # it went with the record
             lock.release()
-    logs.get(batch=batch).info("batch deleted", jobs=jobs, files=len(gone))
+    logs.get(batch=batch).info("batch_deleted", jobs=jobs, files=len(gone))
     return Deleted(jobs, gone)
 
 

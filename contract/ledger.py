@@ -309,7 +309,7 @@ class Ledger:
             if batch not in self._unreadable:
                 self._unreadable.add(batch)
                 reason = " ".join(str(error).split())[:500]
-                logs.get(batch=batch).error("record of a batch cannot be read; it is left alone", reason=reason)
+                logs.get(batch=batch).error("record_unreadable", reason=reason)
             return None
 
     def known(self) -> int:

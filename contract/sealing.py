@@ -22,7 +22,7 @@ import heapq
 import itertools
 import json
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -30,7 +30,7 @@ from uuid import uuid4
 from redis.exceptions import LockError
 from redis.lock import Lock
 
-from contract import formats, logs, paths, segments, stores
+from contract import audit, formats, logs, paths, segments, stores
 from contract.claimed import MANIFEST
 from contract.errors import DllmError, UsageError
 from contract.jobs import ErrorCode, ErrorDetail, ErrorRow, PromptJob
@@ -39,6 +39,7 @@ from contract.merging import Merge, is_set, set_bits, union, without_index
 from contract.names import Connection
 from contract.paths import Folders
 from contract.queues import enqueuing, failed_jobs, queue, requeuing
+from contract.ranges import written
 from contract.stores import Store
 from contract.summary import Summary
 
@@ -61,7 +62,7 @@ def seal_ready(ledger: Ledger, folders: Folders, keep_s: float = 0.0) -> list[st
             if seal(batch, ledger, folders):
                 sealed.append(batch)
         except (OSError, DllmError, ValueError) as error:
-            logs.get(batch=batch).error("cannot publish the batch; will be tried again", reason=str(error))
+            logs.get(batch=batch).error("publishing_failed", reason=str(error))
     _clear_leftovers(ledger, folders, max(keep_s, SYNCED_S))
     return sealed
 
@@ -81,13 +82,14 @@ def seal(batch: str, ledger: Ledger, folders: Folders) -> bool:
             _publish(record, ledger, folders, lease)
             processed = _put_source_away(record.spec, folders)
             lease.hold()
+            audit.published(record, ledger.now())
             ledger.close(batch, processed)
         except _LeaseLost:
-            logs.get(batch=batch).warning("sealing took too long and was taken over by another process")
+            logs.get(batch=batch).warning("sealing_taken_over")
             return False
     counts = record.counts
     logs.get(batch=batch).info(
-        "batch published",
+        "batch_published",
         output=record.spec.output,
         done=counts.done,
         failed=counts.failed,
@@ -157,6 +159,7 @@ def retry(
             chunk = indices[start : start + REOPEN_CHUNK]
             lease.hold()
             ledger.reopen(batch, chunk, requeuing(redis, target, [f"{batch}-{index}" for index in chunk]))
+            _tell_requeued(batch, chunk)
     return len(indices)
 
 
@@ -175,8 +178,13 @@ def reinstate(batch: str, jobs: Iterable[PromptJob], ledger: Ledger, folders: Fo
                 _put_back(record, ledger, folders, lease)
             lease.hold()
             ledger.reopen(batch, [job.index for job in chunk], enqueuing(target, chunk), Mark.CANCELLED)
+            _tell_requeued(batch, [job.index for job in chunk])
             count += len(chunk)
     return count
+
+
+def _tell_requeued(batch: str, indices: Sequence[int]) -> None:
+    logs.get(batch=batch).info("rows_requeued", indices={batch: written(indices)}, rows=len(indices))
 
 
 @contextlib.contextmanager
@@ -265,10 +273,10 @@ def _admit_losses(merge: Merge, record: Batch, ledger: Ledger, store: stores.Sto
     lost_outputs, lost_errors = merge.missing(Mark.DONE), merge.missing(Mark.FAILED)
     _refuse_to_publish_less(store, _outputs_file(record), record.counts.done - len(lost_outputs))
     if lost_outputs:
-        logs.get(batch=batch).error("outputs were lost from the disk", rows=len(lost_outputs), first=lost_outputs[0])
+        logs.get(batch=batch).error("outputs_lost", rows=len(lost_outputs), first=lost_outputs[0])
         ledger.lose(batch, lost_outputs)
     if lost_errors:
-        logs.get(batch=batch).error("error rows were lost from the disk", rows=len(lost_errors), first=lost_errors[0])
+        logs.get(batch=batch).error("error_rows_lost", rows=len(lost_errors), first=lost_errors[0])
 
 
 def _refuse_to_publish_less(store: stores.Store, name: str, outputs: int) -> None:
@@ -343,7 +351,7 @@ def _clear_leftovers(ledger: Ledger, folders: Folders, keep_s: float) -> None:
         try:
             _clear(record.spec.batch, ledger, folders)
         except (OSError, DllmError) as error:
-            logs.get(batch=record.spec.batch).warning("segments not removed; will be tried again", reason=str(error))
+            logs.get(batch=record.spec.batch).warning("segments_not_removed", reason=str(error))
 
 
 def _clear(batch: str, ledger: Ledger, folders: Folders) -> None:

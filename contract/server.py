@@ -160,14 +160,14 @@ def _loaded(redis: Redis) -> dict[str, Any]:
         except NoPermissionError:
             raise
         except ResponseError as error:
-            logs.get().warning("cannot see how the Redis server is configured", reason=str(error))
+            logs.get().warning("redis_settings_hidden", reason=str(error))
             return {}
         if not info.get("loading"):
             return info
         if time.monotonic() > deadline:
             raise ServerError(f"the Redis server is still loading its data after {LOADING_S:.0f} s: try again later")
         if not told:
-            logs.get().info("waiting for the Redis server to load its data")
+            logs.get().info("redis_loading")
             told = True
         time.sleep(POLL_S)
 

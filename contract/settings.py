@@ -18,7 +18,7 @@ import yaml
 from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
-from contract import hours, names, objects
+from contract import hours, names, protocols
 from contract.errors import BadPrompt, SettingsError, nearest
 from contract.jobs import OutputFormat
 from contract.paths import Folders
@@ -77,7 +77,7 @@ class Settings(BaseSettings):
     @field_validator("outputs_url")
     @classmethod
     def _store(cls, value: str | None) -> str | None:
-        return value if value is None else objects.checked(value)
+        return value if value is None else protocols.checked(value)
 
     @classmethod
     def settings_customise_sources(

@@ -23,7 +23,7 @@ from typing import NamedTuple, cast
 
 from pydantic import ValidationError
 
-from contract import claimed, logs
+from contract import audit, claimed, logs
 from contract.claimed import MANIFEST, idle_s
 from contract.columns import Columns, pieces
 from contract.errors import DllmError, SettingsError, UsageError
@@ -70,9 +70,10 @@ class Look(NamedTuple):
 
 
 class Claims:
-    """The folder of claimed sources, and the ledger's view of it."""
+    """The folder of claimed sources, and the ledger's view of it. `via` is who asks, for the audit log."""
 
-    def __init__(self, settings: ProducerSettings, ledger: Ledger) -> None:
+    def __init__(self, settings: ProducerSettings, ledger: Ledger, via: str = audit.COMMAND) -> None:
+        self.via = via
         self.settings = settings
         self.folders: Folders = settings.folders
         self.ledger = ledger
@@ -112,7 +113,7 @@ class Claims:
             raise
         if kinds.is_file(beside) and not _needed(beside):
             beside.unlink(missing_ok=True)
-        claimed.record(spec, self.ledger, self.folders)
+        claimed.record(spec, self.ledger, self.folders, self.via)
         return spec
 
     def _put_back(self, file: Path, spec: BatchSpec) -> None:
@@ -218,7 +219,7 @@ class Claims:
             if beside is not None:
                 self._copy_params(beside, spec)
             publish(self._partial(spec), self.source(spec))
-        claimed.record(spec, self.ledger, self.folders)
+        claimed.record(spec, self.ledger, self.folders, self.via)
         return spec
 
     def _partial(self, spec: BatchSpec) -> Path:
@@ -262,7 +263,7 @@ class Claims:
         """The claim is on its way, or was published, or died before it began; or a source was taken from under us."""
         if batch is not None and batch.state is BatchState.SUBMITTING:
             place = str(self.source(spec))
-            self._notices.warn(spec.batch, "source is gone: put it back to go on", batch=spec.batch, file=place)
+            self._notices.warn(spec.batch, "source_missing", batch=spec.batch, file=place)
         elif (batch is None or batch.state is BatchState.DONE) and idle_s(self.source(spec).parent) > ABANDONED_S:
             self._discard(spec, keep_name=batch is not None)
 
@@ -297,7 +298,7 @@ class Claims:
                 _remove(folder)
             return None
         except (OSError, ValidationError) as error:
-            self._notices.warn(folder.name, "claimed folder not readable", folder=str(folder), error=str(error))
+            self._notices.warn(folder.name, "claim_unreadable", folder=str(folder), reason=str(error))
             return None
         return spec if spec.batch == folder.name else None
 
@@ -436,4 +437,4 @@ def _remove(folder: Path) -> None:
         folder.rmdir()
     except OSError as error:
         if folder.exists():
-            logs.get().warning("folder left, it is not empty", folder=str(folder), error=cast(str, error.strerror))
+            logs.get().warning("claim_left", folder=str(folder), reason=cast(str, error.strerror))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import typer
 
-from producer.commands import installing, keeping, measuring, mending, reviewing, serving, submitting
+from producer.commands import installing, keeping, measuring, mending, reviewing, serving, submitting, telling
 
 app = typer.Typer(
     name="producer",
@@ -26,6 +26,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "cancel": mending.cancel,
     "export": keeping.export,
     "delete": keeping.delete,
+    "logs": telling.logs,
+    "report": telling.report,
     "doctor": mending.doctor,
     "serve": serving.serve,
     "dashboard": serving.dashboard,

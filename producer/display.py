@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,11 @@ from contract.jobs import REMEDIES, ErrorCode, ErrorRow
 from contract.ledger import Batch
 from contract.terminal import safe, safe_lines
 from producer.doctor import Diagnosis
+from producer.journals import moment_of
 from producer.preview import Preview, Throughput
 from producer.report import BatchReport, SystemReport, WorkerReport
+from producer.review import Review, Stretch
+from producer.story import Subject
 
 LONGEST_CELL = 60
 PAGE = 1_000
@@ -83,6 +87,87 @@ def duration(seconds: float | None) -> str:
 def moment(at: float) -> str:
     """A moment of the next hours as `22:00`, any other as `2026-12-03 22:00`; local time."""
     return time.strftime("%H:%M" if abs(at - time.time()) < SOON_S else "%Y-%m-%d %H:%M", time.localtime(at))
+
+
+def story(subject: Subject, found: Iterable[dict[str, Any]], standing: dict[str, Any] | None, as_json: bool) -> int:
+    """What the logs hold, and how it stands; returns how many events there were."""
+    count = 0
+    if as_json:
+        head = {"batch": subject.batch, "index": subject.index, "standing": standing}
+        answer(json.dumps(head)[:-1] + ', "events": [')
+        for count, event in enumerate(found, start=1):
+            answer((", " if count > 1 else "") + json.dumps(event))
+        answer("]}")
+        return count
+    for event in found:
+        answer(safe(_told(subject, event)))
+        count += 1
+    if not count:
+        say("the logs hold nothing of it: it was not begun, or they are older than what is kept")
+    if standing is not None:
+        answer(safe("stands: " + ", ".join(f"{name} {value}" for name, value in _flat(standing) if value is not None)))
+    return count
+
+
+KNOWN = {"timestamp", "level", "event", "host", "pid", "worker", "batch", "index", "indices"}
+
+
+def _told(subject: Subject, event: dict[str, Any]) -> str:
+    """A line of a story: when, who, what happened, and what is known of it."""
+    at = moment_of(event)
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)) + f".{int(at % 1 * 1000):03}"
+    who = event.get("worker") or f"{event.get('host')}/{event.get('pid')}"
+    known = [f"{name}={value}" for name, value in event.items() if name not in KNOWN and value not in ("", None)]
+    if subject.index is None:
+        rows = (event.get("indices") or {}).get(subject.batch, event.get("index"))
+        known = [] if rows is None else [f"rows {rows}", *known]
+    return "  ".join([when, str(who), str(event["event"]).replace("_", " "), " ".join(known)]).rstrip()
+
+
+def review(found: Review) -> None:
+    """Throughput over time, by model and by worker, and what failed. Stretches in which nothing happened are left
+    out."""
+    over_time = [one for one in found.bins if one.rows or one.output_tokens or one.failed or one.retried]
+    if not over_time:
+        answer(f"the logs hold no work since {moment(found.since)}")
+        return
+    table(
+        (f"FROM (EACH {duration(found.bin_s)})", *STRETCH),
+        [(moment(float(one.name)), *_stretch(one)) for one in [*over_time]],
+    )
+    for head, stretches in (("MODEL", found.models), ("WORKER", found.workers[:WORKERS_SHOWN])):
+        answer("")
+        table(
+            (head, *STRETCH, "BUSY", "PEAK MB"),
+            [
+                (short(one.name, 32), *_stretch(one), duration(one.busy_s), one.peak_memory_mb or "-")
+                for one in (*stretches, *([found.total] if head == "WORKER" and len(stretches) > 1 else ()))
+            ],
+        )
+    if len(found.workers) > WORKERS_SHOWN:
+        answer(f"and {len(found.workers) - WORKERS_SHOWN} workers more")
+    for head, codes in (("FAILED", found.failures), ("TRIED AGAIN", found.retries)):
+        if codes:
+            answer("")
+            table((head, "PROMPTS"), [(safe(code), count) for code, count in codes.items()])
+
+
+WORKERS_SHOWN = 20
+STRETCH = ("TOKENS/S", "TOKENS", "ROWS", "IN FLIGHT", "WAIT", "TOKENS/FORWARD", "FAILED", "RETRIED")
+
+
+def _stretch(one: Stretch) -> tuple[object, ...]:
+    per_forward = "-" if one.tokens_per_forward is None else f"{one.tokens_per_forward:.2f}"
+    speed = (f"{one.tokens_per_s:.1f}", one.output_tokens, one.rows, f"{one.rows_in_flight:.1f}")
+    return (*speed, duration(one.queue_wait_s), per_forward, one.failed, one.retried)
+
+
+def _flat(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value)
+        else:
+            yield name, value
 
 
 def clear() -> None:
@@ -238,7 +323,7 @@ def diagnosis(found: Diagnosis) -> None:
     elif found.refused is not None:
         outcome = f"not fixed: {found.refused}"
     else:
-        outcome = f"--fix {found.remedy}" if found.fixable else f"to do: {found.remedy}"
+        outcome = f"--fix {found.remedy}" if found.fixable else f"{'note' if found.note else 'to do'}: {found.remedy}"
     answer(safe(f"{found.kind}  {found.where}: {found.what}; {outcome}"))
 
 

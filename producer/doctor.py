@@ -5,32 +5,35 @@ Yields what is wrong as it is found and repairs what it may. Prints nothing.
 
 from __future__ import annotations
 
+import contextlib
 import os
-import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
+from redis.exceptions import ResponseError
 
-from contract import queues, server, stores
+from contract import checkup, queues, server, stores
 from contract.addresses import shown
 from contract.auditing import CONFIRM_S, Auditor, Finding
 from contract.errors import DllmError, ServerError
-from contract.ledger import Ledger
+from contract.hours import closed_until
+from contract.ledger import Batch, Ledger
 from contract.paths import Folders
 from contract.settings import ProducerSettings
 
-LEAST_FREE_BYTES = 1 << 30
-LEAST_FREE_SHARE = 0.02
-LARGEST_SKEW_S = 5.0
-"""Times in output rows and reports are those of different machines; leases are the server's alone."""
+OVERDUE_S = 60.0
+"""A lease that ran out so long ago should have been seen by some worker's upkeep."""
+OLD_S = 86_400.0
+STALLED_S = 1_800.0
+"""With workers alive, some prompt should have ended within this time."""
 
 
 class Diagnosis(BaseModel):
     """One thing that is wrong: where, what, and the remedy: what --fix does, or a person must do if it cannot.
 
-    `done` is what --fix did, `refused` why it could not.
+    `done` is what --fix did, `refused` why it could not. A `note` is worth knowing, and nothing that is ill.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -39,6 +42,7 @@ class Diagnosis(BaseModel):
     where: str
     what: str
     remedy: str
+    note: bool = False
     fixable: bool = False
     done: str | None = None
     refused: str | None = None
@@ -57,8 +61,9 @@ def examine(settings: ProducerSettings, fix: bool) -> Iterator[Diagnosis]:
         where = shown(settings.redis_url) if settings.redis_url else str(folders.redis)
         yield Diagnosis(kind="server", where=where, what=str(error), remedy="do as it says")
         return
-    yield from _clock(ledger)
+    yield from _server(ledger)
     yield from _workers(ledger)
+    yield from _dead(ledger)
     if not broken:
         yield from _audit(ledger, folders, fix)
 
@@ -87,10 +92,7 @@ def _disk(folders: Folders) -> Iterator[Diagnosis]:
         if device in seen:
             continue
         seen.add(device)
-        usage = shutil.disk_usage(folder)
-        if usage.free < max(LEAST_FREE_BYTES, LEAST_FREE_SHARE * usage.total):
-            what = f"{usage.free >> 20} MB of {usage.total >> 20} are free"
-            yield Diagnosis(kind="disk", where=str(folder), what=what, remedy="make room: workers stop when it is full")
+        yield from _trouble("disk", str(folder), checkup.disk(folder))
 
 
 def _store(folders: Folders) -> Iterator[Diagnosis]:
@@ -104,25 +106,64 @@ def _store(folders: Folders) -> Iterator[Diagnosis]:
         yield Diagnosis(kind="store", where=folders.outputs_url, what=str(error), remedy=remedy)
 
 
-def _clock(ledger: Ledger) -> Iterator[Diagnosis]:
-    before = time.time()
-    skew = ledger.now() - (before + time.time()) / 2
-    if abs(skew) > LARGEST_SKEW_S:
-        what = f"the server's clock is {abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} this machine's"
-        yield Diagnosis(kind="clock", where="server", what=what, remedy="let both keep time by NTP")
+def _server(ledger: Ledger) -> Iterator[Diagnosis]:
+    """Its clock, its disk, its memory. One that does not let us ask is not asked."""
+    asked_at = time.time()
+    yield from _trouble("clock", "server", checkup.clock(ledger.now(), asked_at))
+    with contextlib.suppress(ResponseError):
+        info = ledger.redis.info()
+        yield from _trouble("persistence", "server", checkup.persistence(info))
+        yield from _trouble("memory", "server", checkup.memory(info))
+
+
+def _trouble(kind: str, where: str, found: checkup.Trouble | None) -> Iterator[Diagnosis]:
+    if found is not None:
+        yield Diagnosis(kind=kind, where=where, what=found.what, remedy=found.remedy, note=found.note)
 
 
 def _workers(ledger: Ledger) -> Iterator[Diagnosis]:
-    """Models for which prompts wait and no worker lives."""
-    alive = queues.workers(ledger.redis)
+    """Models for which prompts wait and nobody works, or nobody gets anything done."""
+    alive, now = queues.workers(ledger.redis), ledger.now()
     batches = ledger.get_many(ledger.open_batches())
     for model in sorted({batch.spec.model for batch in batches}):
-        if any(worker.serves(model) for worker in alive):
-            continue
-        mine = [batch.counts for batch in batches if batch.spec.model == model]
-        if rows := sum(counts.submitted - counts.ended for counts in mine):
+        mine = [batch for batch in batches if batch.spec.model == model and batch.counts.submitted > batch.counts.ended]
+        rows = sum(batch.counts.submitted - batch.counts.ended for batch in mine)
+        served = any(worker.serves(model) for worker in alive)
+        if rows and not served:
             what = f"{rows} rows have not ended, and no worker is alive"
             yield Diagnosis(kind="no_worker", where=model, what=what, remedy=f"start `worker run --model {model}`")
+        elif rows and (still_s := now - _last_sign(mine, ledger)) > STALLED_S:
+            what = f"workers are alive, and of {rows} rows none has ended for {still_s / 60:.0f} minutes"
+            yield Diagnosis(kind="stalled", where=model, what=what, remedy="read the workers' logs")
+        if overdue := queues.overdue(ledger.redis, model, now, OVERDUE_S):
+            what = f"{overdue} leases ran out more than a minute ago, and nobody took the rows back"
+            remedy = f"start `worker run --model {model}`: its upkeep does" if not served else "read the workers' logs"
+            yield Diagnosis(kind="stuck_leases", where=model, what=what, remedy=remedy)
+        yield from _old(mine, now)
+
+
+def _last_sign(batches: Sequence[Batch], ledger: Ledger) -> float:
+    """When a row of one of them last ended or could have begun; now while all of them wait for their hours."""
+    running = [
+        batch for batch in batches if not batch.spec.hours or not closed_until(ledger.redis, [batch.spec.hours])[0]
+    ]
+    signs = [max(batch.spec.created_at, batch.started_at or 0.0, batch.ended_at or 0.0) for batch in running]
+    return max(signs, default=ledger.now())
+
+
+def _old(batches: Sequence[Batch], now: float) -> Iterator[Diagnosis]:
+    for batch in batches:
+        counts, age_s = batch.counts, now - batch.spec.created_at
+        if age_s > OLD_S and not batch.spec.hours:
+            what = f"{counts.submitted - counts.ended} rows have not ended after {age_s / OLD_S:.1f} days"
+            remedy = "`producer report` says how fast they go, `producer cancel` ends them"
+            yield Diagnosis(kind="old_batch", where=batch.spec.batch, what=what, remedy=remedy, note=True)
+
+
+def _dead(ledger: Ledger) -> Iterator[Diagnosis]:
+    for worker, how in queues.dead(ledger.redis).items():
+        remedy = f"its rows run again; logs/worker-{worker}.jsonl may say why"
+        yield Diagnosis(kind="dead_worker", where=worker, what=f"it died: {how}", remedy=remedy, note=True)
 
 
 def _audit(ledger: Ledger, folders: Folders, fix: bool) -> Iterator[Diagnosis]:

@@ -51,7 +51,7 @@ class Hints(FileSystemEventHandler):
             self._notices.clear("observer")
         except OSError as error:
             self._next_try = time.monotonic() + RETRY_S
-            self._notices.warn("observer", f"no file events, only scans: {_remedy(error)}", folder=str(self.folder))
+            self._notices.warn("observer", "no_file_events", folder=str(self.folder), reason=_remedy(error))
 
     def close(self) -> None:
         observer, self._observer = self._observer, None

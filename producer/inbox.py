@@ -69,7 +69,7 @@ class Inbox:
             if objection := _objection(self.folder / name, look, self.recursive):
                 objections.add(f"{name}: {objection}")
                 shown = os.fsencode(name).decode("utf-8", "backslashreplace")
-                self._notices.warn(f"{name}: {objection}", f"not read: {objection}", file=shown)
+                self._notices.warn(f"{name}: {objection}", "file_ignored", file=shown, reason=objection)
                 continue
             seen[name] = _seen(look, self._seen.get(name), now)
         self._seen, self._params = seen, params
@@ -82,8 +82,7 @@ class Inbox:
         """Keys of the notices about those of `names` that have been written for long."""
         told = {f"{name}: written": name for name in names if now - self._seen[name].since > LONG_S}
         for key, name in told.items():
-            why = f"still being written: it is taken when it is closed and has stood still for {self.settle_s:g} s"
-            self._notices.warn(key, f"not read yet: {why}", file=name)
+            self._notices.warn(key, "file_being_written", file=name)
         return set(told)
 
     def _names(self, below: str = "") -> Iterator[str]:

@@ -37,10 +37,8 @@ def serve(settings: ProducerSettings, ledger: Ledger) -> None:
 
     Raises UsageError where that would be open to anybody, DllmError where the address is not to be had.
     """
-    from producer.gateway import trail
     from producer.gateway.app import create_app
 
-    trail.set_up(settings)
     url = server.resolve(settings)
     with _listening(settings, settings.serve_host, settings.serve_port) as listener:
         _run(create_app(settings, ledger, lambda: addresses.async_client(url)), listener, settings.serve_grace_s)

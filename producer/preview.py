@@ -152,8 +152,8 @@ def _throughput(file: Path, model: str) -> Throughput | None:
     tokens = sum(record["output_tokens"] for record in records)
     if rows <= 0:
         return None
-    worker = file.name.removeprefix("worker-").removesuffix(".jsonl")
     last = records[-1]
+    worker = str(last.get("worker") or file.name.removeprefix("worker-").removesuffix(".jsonl"))
     return Throughput(rows / seconds, tokens / seconds, last["timestamp"], worker, str(last.get("device", "?")))
 
 

@@ -213,7 +213,7 @@ def dead_letters(
         try:
             yield from dead_letters(ledger, folders, found.spec.batch, codes)
         except UsageError as error:
-            logs.get(batch=found.spec.batch).warning("failed rows cannot be read", reason=str(error))
+            logs.get(batch=found.spec.batch).warning("dead_letters_hidden", reason=str(error))
 
 
 def source(batch: Batch, folders: Folders) -> Path:

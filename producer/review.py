@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict
 from contract.errors import UsageError
 from producer.journals import moment_of, unordered
 
-BINS = 48
+BINS = 60
 """At most so many."""
 WIDTHS_S = (1, 5, 10, 30, 60, 300, 600, 1800, 3600, 7200, 10_800, 21_600, 43_200, 86_400)
 MOST_WORKERS = 1_000

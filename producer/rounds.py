@@ -34,7 +34,8 @@ class Rounds:
         self._new: deque[BatchSpec] = deque()
         self._waiting: deque[BatchSpec] = deque()
         """Batches that had their turn, and wait for room."""
-        self._outages = 0
+        self.outages = 0
+        """Times in a row that Redis did not answer."""
 
     @property
     def busy(self) -> bool:
@@ -78,12 +79,12 @@ class Rounds:
         """Do `work`; after an outage of Redis drop what was under way, wait, and say None."""
         try:
             done = work()
-            self._outages = 0
+            self.outages = 0
             return done
         except OUTAGES as error:
-            self._outages += 1
+            self.outages += 1
             self.drop()
-            wait(pause_after(self._outages, error), self._stop)
+            wait(pause_after(self.outages, error), self._stop)
             return None
 
     def drop(self) -> None:
@@ -109,5 +110,5 @@ class Rounds:
             return progress
         except OSError as error:
             submission.close()
-            self._notices.warn(batch, f"submitting is interrupted, tried again on each scan: {error}", batch=batch)
+            self._notices.warn(batch, "submitting_interrupted", batch=batch, reason=str(error))
             return None

@@ -24,6 +24,7 @@ from contract import claimed, logs, paths, queues, sealing, stores
 from contract.jobs import ErrorRow, PromptJob
 from contract.ledger import LOCK_S, BatchSpec, BatchState, Counts, Cursor, Ledger
 from contract.parser import Parsed, parse
+from contract.ranges import written
 from contract.settings import ProducerSettings
 from contract.stores import Segment
 
@@ -129,14 +130,20 @@ class Submission:
         enqueue = queues.enqueuing(self._queue, chunk.jobs)
         if not self._ledger.advance(self.spec.batch, self.cursor, chunk.cursor, failed, enqueue, chunk.last):
             return Progress.LET_GO
+        self._tell(chunk, failed)
         self.cursor = chunk.cursor
         return self._finished() if chunk.last else Progress.ADVANCED
+
+    def _tell(self, chunk: Chunk, failed: list[int]) -> None:
+        if chunk.rows:
+            indices = {self.spec.batch: written(range(self.cursor.index, chunk.cursor.index))}
+            logs.get(batch=self.spec.batch).info("rows_submitted", indices=indices, unreadable=written(failed))
 
     def _finished(self) -> Progress:
         log = logs.get(batch=self.spec.batch)
         if self.cursor.index == 0:
-            log.warning("the file holds no prompts: its output is empty", file=self.spec.source)
-        log.info("batch submitted", rows=self.cursor.index)
+            log.warning("batch_empty", file=self.spec.source)
+        log.info("batch_submitted", rows=self.cursor.index)
         return Progress.FINISHED
 
     def _open(self) -> None:
@@ -145,7 +152,7 @@ class Submission:
         limit = self._settings.max_line_mb << 20
         self._rows = parse(self._source, self.spec, self.cursor, limit, self._tick)
         if self.cursor.index:
-            logs.get(batch=self.spec.batch).info("submitting goes on", row=self.cursor.index)
+            logs.get(batch=self.spec.batch).info("submitting_resumed", row=self.cursor.index)
 
     def _read(self, room: Room) -> Chunk:
         chunk = Chunk(self.cursor)
@@ -253,7 +260,7 @@ def submit(
 def pause_after(outages: int, error: Exception) -> float:
     """Seconds to wait before the next try, growing with the tries in vain; says so in the log."""
     pause = min(LONGEST_PAUSE_S, 0.25 * 2.0**outages)
-    logs.get().warning("Redis does not answer: trying again", reason=str(error), seconds=pause)
+    logs.get().warning("redis_away", reason=str(error), seconds=pause)
     return pause
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from contract import logs
+from contract import audit, logs
 from contract.errors import UsageError
 from contract.ledger import LOCK_S, Ledger
 from contract.settings import ProducerSettings
@@ -39,18 +39,21 @@ class Watcher:
         self.settings = settings
         self.ledger = ledger
         self.stop = stop
-        self.claims = Claims(settings, ledger)
+        self.claims = Claims(settings, ledger, audit.WATCH)
         self._wake = threading.Event()
         self._inbox = Inbox(settings.folders.inputs, settings.settle_s, settings.recursive)
         self._hints = Hints(settings.folders.inputs, self._wake, settings.recursive)
         self._notices = Notices()
         self._rounds = Rounds(settings, ledger, self.claims, stop)
         self._last_scan = float("-inf")
+        self.turned_at = time.monotonic()
+        """When the last turn began, on the monotonic clock; endless while it publishes, which takes what it takes."""
 
     def run(self) -> None:
         """Watch until told to stop."""
         try:
             while not self.stop():
+                self.turned_at = time.monotonic()
                 busy = self._rounds.patiently(self._turn)
                 if not busy:
                     self._sleep()
@@ -78,7 +81,7 @@ class Watcher:
             reason = (
                 "stopped" if self.stop() else f"another producer has it, or was killed less than {LOCK_S:.0f} s ago"
             )
-            logs.get(batch=spec.batch).warning("not submitted to its end", file=spec.source, reason=reason)
+            logs.get(batch=spec.batch).warning("not_submitted_to_its_end", file=spec.source, reason=reason)
         return True
 
     def _turn(self) -> bool:
@@ -95,7 +98,7 @@ class Watcher:
             self._scan(CLAIMING_S)
             self._notices.clear("scan")
         except OSError as error:
-            self._notices.warn("scan", f"scanning failed, tried again on each scan: {error}")
+            self._notices.warn("scan", "scan_failed", reason=str(error))
 
     def _scan_s(self) -> float:
         """Files that are settling are looked at as soon as they may be ready."""
@@ -111,8 +114,15 @@ class Watcher:
             if self.stop() or time.monotonic() - self._last_scan > claiming_s:
                 self._wake.set()  # for the rest
                 break
+        self.turned_at = math.inf
         self._rounds.look()
+        self.turned_at = time.monotonic()
         return True
+
+    @property
+    def outages(self) -> int:
+        """Times in a row that Redis did not answer."""
+        return self._rounds.outages
 
     def _claim(self, file: Path, look: Look) -> None:
         try:
@@ -121,11 +131,9 @@ class Watcher:
                 self._inbox.taken(file)
             self._notices.clear(str(file))
         except UsageError as error:
-            self._notices.warn(str(file), f"cannot be claimed: {error}; tried again on each scan", file=file.name)
+            self._notices.warn(str(file), "file_not_claimed", file=file.name, reason=str(error))
         except OSError as error:
-            self._notices.warn(
-                str(file), f"cannot be claimed: {error.strerror or error}; tried again on each scan", file=file.name
-            )
+            self._notices.warn(str(file), "file_not_claimed", file=file.name, reason=error.strerror or str(error))
 
     def _sleep(self) -> None:
         """Until a scan is due, an event comes, or a batch that waits for room is to be asked again."""

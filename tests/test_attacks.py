@@ -34,7 +34,7 @@ from contract.parser import Parsed
 from contract.paths import Folders
 from contract.sampling import SamplingParams, parse_params
 from contract.segments import SegmentWriter
-from contract.settings import ProducerSettings, WorkerSettings
+from contract.settings import ProducerSettings, Settings, WorkerSettings
 from producer import kinds
 from producer.claims import Claims, Look, checked_name, output_stem
 from producer.cli import app
@@ -481,7 +481,7 @@ def _logging_as_it_was() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_logging_as_it_was")
 def test_logs_spell_out_what_a_terminal_obeys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    logs.set_up(tmp_path, "producer", "info", 1)
+    logs.set_up(Settings(root=tmp_path), "producer")
     try:
         raise DllmError(OBEYED)
     except DllmError:

@@ -189,7 +189,7 @@ class Answers:
         """Once: rows are answered all the same."""
         if not self._told:
             self._told = True
-            logs.get().warning("the answer cache cannot be used as it should", reason=str(error))
+            logs.get().warning("answer_cache_failed", reason=str(error))
 
 
 def prune(shard: Path, limit: int) -> None:

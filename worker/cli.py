@@ -7,22 +7,27 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from structlog.stdlib import BoundLogger
 
 from contract import logs, settings
 from contract.errors import DllmError, UsageError
-from contract.flags import Model, RedisUrl, Root, choices, sampling_flags
+from contract.flags import Model as ModelName
+from contract.flags import RedisUrl, Root, choices, sampling_flags
 from contract.sampling import parse_params
 from contract.settings import WorkerSettings
 from contract.terminal import safe, safe_lines
 from worker.progress import Progress
 from worker.restarts import Restarts
+
+if TYPE_CHECKING:  # torch takes seconds to import, and `worker --help` should not
+    from worker.model import Model
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 err = Console(stderr=True)
@@ -58,13 +63,17 @@ def main() -> None:
 def run(
     root: Root = None,
     redis_url: RedisUrl = None,
-    model: Model = None,
+    model: ModelName = None,
     device: Device = None,
     dtype: Dtype = None,
     quantize: QuantizeName = None,
     max_rows: Annotated[int | None, typer.Option(help="Prompts denoised together.")] = None,
     name: Annotated[str | None, typer.Option(help="Worker name; default: host and process id.")] = None,
     burst: Annotated[bool, typer.Option(help="Stop when no work is left.")] = False,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(help="Serve /metrics, /healthz and /readyz there; with several devices, from there on."),
+    ] = None,
     supervisor: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Take prompts from the queue and denoise them until told to stop; on several devices with one process each.
@@ -73,7 +82,7 @@ def run(
     """
     flags = {"root": root, "redis_url": redis_url, "model": model, "dtype": dtype, "quantize": quantize}
     flags |= {"max_rows": max_rows}
-    config = settings.read(WorkerSettings, flags | {"device": device, "name": name})
+    config = settings.read(WorkerSettings, flags | {"device": device, "name": name, "metrics_port": metrics_port})
     from worker.devices import devices
 
     places = devices(config.device)
@@ -87,8 +96,9 @@ def _supervise(places: list[str], config: WorkerSettings, burst: bool, flags: di
     from worker.supervisor import supervise
 
     name = worker_name(config)
-    logs.set_up(config.folders.create().logs, f"worker-{name}", config.log_level, config.log_max_mb)
-    return supervise(places, name, burst, flags, logs.get(worker=name))
+    config.folders.create()
+    logs.set_up(config, f"worker-{name}", worker=name)
+    return supervise(places, name, burst, flags, logs.get(), config.metrics_port)
 
 
 def _work(config: WorkerSettings, burst: bool, supervisor: int | None) -> None:
@@ -96,11 +106,17 @@ def _work(config: WorkerSettings, burst: bool, supervisor: int | None) -> None:
     from worker.intake import worker_name
 
     worker = worker_name(config)
-    logs.set_up(config.folders.create().logs, f"worker-{worker}", config.log_level, config.log_max_mb)
-    log = logs.get(worker=worker)
+    config.folders.create()
+    logs.set_up(config, f"worker-{worker}", worker=worker)
+    log = logs.get()
+    log.info("worker_started", model=config.model, device=config.device)
     progress = Progress()
-    with Restarts(config.max_restarts, progress, log, supervisor) as restarts:
-        _denoise(config, burst, supervisor, progress, restarts)
+    try:
+        with Restarts(config.max_restarts, progress, log, supervisor) as restarts:
+            _denoise(config, burst, supervisor, progress, restarts)
+    except Exception:
+        log.critical("process_failed", exc_info=True)
+        raise
     log.info("worker_stopped")
 
 
@@ -115,34 +131,33 @@ def _denoise(
     from worker.fingerprint import identity
     from worker.intake import Intake, worker_name
     from worker.loop import Loop
-    from worker.model import open_model
+    from worker.monitoring import Standing
     from worker.supervisor import report
     from worker.throughput import TokenRate
     from worker.uploads import opened as outputs_of
     from worker.watchdog import Watchdog
 
-    log = logs.get(worker=worker_name(config))
-    redis = open_redis(config)
-    ledger = Ledger(redis)
-    started = time.perf_counter()
-    opened = open_model(config)
-    log.info("model_loaded", seconds=round(time.perf_counter() - started, 2), **opened.describe())
-
+    log = logs.get()
     kept = config.folders.answers
-    known_as = identity(opened, kept / "fingerprints") if config.answer_cache_mb else b""
     rate = TokenRate()
+    standing = Standing(config, progress, worker_name(config))
 
     def vitals() -> dict[str, str | int | float]:
-        standing = {"step": progress.steps, "rows": progress.rows, "peak_memory_mb": opened.peak_memory_mb()}
-        standing |= {"most_rows": opened.engine.most_rows}
-        return {**opened.place(), **standing, "tokens_per_s": rate.of(progress.tokens, time.monotonic())}
+        now = {"step": progress.steps, "rows": progress.rows, "peak_memory_mb": opened.peak_memory_mb()}
+        now |= {"most_rows": opened.engine.most_rows}
+        return {**opened.place(), **now, "tokens_per_s": rate.of(progress.tokens, time.monotonic())}
 
-    with (
-        Intake(redis, ledger, config, vitals, restarts.predecessor) as intake,
-        outputs_of(config.folders, ledger, intake.name) as outputs,
-        Answers(kept, config.answer_cache_mb, known_as, opened.always_samples) as answers,
-        Watchdog(progress, config.step_timeout_s, intake.evidence.ended, restarts.again, log),
-    ):
+    with ExitStack() as stack:
+        stack.enter_context(standing.monitor())
+        redis = open_redis(config)
+        ledger = Ledger(redis)
+        opened = _loaded(config, log)
+        known_as = identity(opened, kept / "fingerprints") if config.answer_cache_mb else b""
+        intake = stack.enter_context(Intake(redis, ledger, config, vitals, restarts.predecessor))
+        outputs = stack.enter_context(outputs_of(config.folders, ledger, intake.name))
+        answers = stack.enter_context(Answers(kept, config.answer_cache_mb, known_as, opened.always_samples))
+        stack.enter_context(Watchdog(progress, config.step_timeout_s, intake.evidence.ended, restarts.again, log))
+        standing.model, standing.intake = opened, intake
         loop = Loop(intake, opened, outputs, config.grace_s, log, config.log_prompts, progress, answers)
 
         def stop() -> None:
@@ -153,6 +168,16 @@ def _denoise(
             if supervisor is not None:
                 report(supervisor, stop)
             loop.run(burst)
+
+
+def _loaded(config: WorkerSettings, log: BoundLogger) -> Model:
+    from worker.model import open_model
+
+    started = time.perf_counter()
+    logs.adopt_libraries()
+    opened = open_model(config)
+    log.info("model_loaded", seconds=round(time.perf_counter() - started, 2), **opened.describe())
+    return opened
 
 
 @contextmanager
@@ -175,7 +200,7 @@ def _signals(stop: Any) -> Iterator[None]:
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt.")],
     root: Root = None,
-    model: Model = None,
+    model: ModelName = None,
     device: Device = None,
     dtype: Dtype = None,
     quantize: QuantizeName = None,
@@ -229,7 +254,7 @@ def _deliver(text: str, output_file: Path | None) -> None:
 def check(
     root: Root = None,
     redis_url: RedisUrl = None,
-    model: Model = None,
+    model: ModelName = None,
     device: Device = None,
     dtype: Dtype = None,
     quantize: QuantizeName = None,
@@ -257,7 +282,7 @@ def check(
 @app.command()
 def bench(
     root: Root = None,
-    model: Model = None,
+    model: ModelName = None,
     device: Device = None,
     dtype: Dtype = None,
     quantize: QuantizeName = None,

@@ -38,7 +38,7 @@ import socket
 import threading
 import time
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType, TracebackType
@@ -63,8 +63,10 @@ from contract.jobs import RETRIES, SCHEMA, ErrorCode, ErrorDetail, ErrorRow, Pro
 from contract.ledger import Ledger, Mark
 from contract.names import Connection
 from contract.queues import FAILURE_TTL_S, fits, queues
+from contract.ranges import by_batch
 from contract.settings import WorkerSettings
 from worker.evidence import Evidence, Vitals
+from worker.journal import Journal
 from worker.lanes import Lane
 from worker.reconciler import Reconciler
 from worker.restarts import first_line
@@ -204,6 +206,11 @@ class Intake:
         self._finish_script, self._fail_script, self._retry_script, self._give_back_script, self._answer_script = (
             endings
         )
+        self.journal = Journal(self._log)
+        self.tally: Counter[str] = Counter()
+        """How many leases were lost and prompts retried, for the metrics."""
+        self.beaten_at = time.monotonic()
+        """When the heart last beat, so that Redis answered, on the monotonic clock."""
         self._guard = threading.Lock()
         self._held: dict[str, Held] = {}
         self._lost: list[Taken] = []
@@ -248,6 +255,7 @@ class Intake:
             self.evidence.ended(first_line(error)) if error and crashed else self.evidence.left()
         self._flush()
         self._put_back(self._all_held(), started_counts=crashed)
+        self.journal.tell(now=True)
         with contextlib.suppress(RedisError):
             self._worker.register_death()
 
@@ -286,9 +294,9 @@ class Intake:
                     return
                 failures += 1
                 if _is_outage(error):
-                    self._log.warning("Redis is away; trying again", reason=str(error))
+                    self._log.warning("redis_away", reason=str(error))
                 else:
-                    self._log.exception("unexpected error; going on")
+                    self._log.exception("upkeep_failed")
             if self._stopping.wait(min(interval, 0.1 * 2 ** min(failures, 10)) if failures else interval):
                 return
 
@@ -313,6 +321,7 @@ class Intake:
         if lingers and len(rows) < room and self._settings.linger_ms:
             time.sleep(self._settings.linger_ms / 1000)
             rows += self._take_now(room - len(rows), most - len(rows))
+        self.journal.taken((row.batch, row.index) for row in rows)
         return rows
 
     def rung(self) -> bool:
@@ -354,7 +363,7 @@ class Intake:
                 return calm
         if self._parked and most > 0 and not self._running() and self._start_alone(self._parked[0]):
             self._alone = self._parked.pop(0)
-            self._log.warning("runs alone: it ran through crashes", batch=self._alone.batch, index=self._alone.index)
+            self._log.warning("prompt_runs_alone", batch=self._alone.batch, index=self._alone.index)
             return [self._alone]
         return []
 
@@ -385,7 +394,7 @@ class Intake:
         except RedisError as error:
             if not _is_outage(error):
                 raise
-            self._log.warning("Redis is away; nothing taken", reason=str(error))
+            self._log.warning("redis_away", reason=str(error))
             return []
         self._note_crashes(found)
         rows, over = [], []
@@ -420,8 +429,10 @@ class Intake:
             ours = OUR_JOB.fullmatch(job_id.decode(errors="replace"))
             last = dict(zip(record[::2], record[1::2], strict=True)) if record else {}
             if starts > 1 and ours and last.keys() >= {b"worker_name", b"started_at"}:
-                told = (last[name].decode(errors="replace") for name in (b"worker_name", b"started_at"))
-                self.evidence.note(ours[1], int(ours[2]), starts - 1, *told)
+                worker, at = (last[name].decode(errors="replace") for name in (b"worker_name", b"started_at"))
+                self.evidence.note(ours[1], int(ours[2]), starts - 1, worker, at)
+                crash = {"crash": starts - 1, "of": worker, "started_at": at}
+                self._log.warning("prompt_outlived_worker", batch=ours[1], index=int(ours[2]), **crash)
 
     def _lease(self, lane: Lane, job_id: str, execution_id: str) -> Lease:
         execution = Execution(execution_id, job_id, self._redis, self.name)
@@ -471,10 +482,10 @@ class Intake:
         return PromptFailure(ErrorCode.WORKER_CRASHED, f"{message}: {known}" if known else message)
 
     def _refuse(self, row: Rejected) -> None:
-        self._log.error("job rejected", job=row.lease.job_id, batch=row.batch, index=row.index, reason=str(row.error))
         if row.batch:
             self._rejected.append(row)
         else:  # somebody else's job on our queue, or no ledger: no row to write, but RQ's failed jobs show it
+            self._log.error("job_refused", job=row.lease.job_id, reason=str(row.error))
             self._end([row], lambda pipe, job: self._register_failure(pipe, job, row.error))
 
     # Ending
@@ -500,7 +511,9 @@ class Intake:
             self._forget_crashes(pipe, row)
             self._release(pipe, row, self._finish_script)
 
-        return self._end(taken, commands)
+        finished = self._end(taken, commands)
+        self.journal.finished((row.batch, row.index) for row in finished)
+        return len(finished)
 
     def will_retry(self, taken: Taken, error: PromptError) -> bool:
         """Is there another attempt for this prompt? If not, write its error row and `fail` it."""
@@ -514,20 +527,24 @@ class Intake:
         longest = min(self._settings.retry_max_s, self._settings.retry_base_s * 2.0 ** (taken.attempt - 1))
         delay = random.uniform(0.0, longest)
         meta = JSONSerializer.dumps({"attempts": taken.attempt, "error": f"{error.code}: {error}"[:500]})
+        self.journal.tell(now=True)  # that it was taken comes first
         self._log.warning(
-            "attempt failed; will be retried",
+            "prompt_retried",
             batch=taken.batch,
             index=taken.index,
             attempt=taken.attempt,
             in_s=round(delay, 1),
-            reason=f"{error.code}: {error}",
+            code=error.code,
+            reason=str(error),
         )
+
+        self.tally["retried"] += 1
 
         def commands(pipe: Pipeline, row: Held) -> None:
             self._forget_crashes(pipe, row)
             self._release(pipe, row, self._retry_script, row.lease.lane.scheduled, delay, JobStatus.SCHEDULED, meta)
 
-        return self._end([taken], commands) == 1
+        return bool(self._end([taken], commands))
 
     def fail(self, row: Taken | Rejected, error: PromptError | None = None) -> bool:
         """Its error row is on the disk: mark the row failed and keep its job for `producer retry`.
@@ -543,7 +560,7 @@ class Intake:
             self._forget_crashes(pipe, held)
             self._register_failure(pipe, held, reason)
 
-        return self._end([row], commands) == 1
+        return bool(self._end([row], commands))
 
     def tell(self, messages: Sequence[tuple[str, Mapping[str, str | int]]]) -> bool:
         """Put entries on services' streams that are still there; False when the server is away: then try again.
@@ -575,7 +592,7 @@ class Intake:
             told = [interactive.MOST_REPLIES, *words] if row.reply_to else []
             self._release(pipe, row, self._answer_script, row.reply_to or "", *told)
 
-        return self._end([row for row, _ in replies], commands)
+        return len(self._end([row for row, _ in replies], commands))
 
     def give_back(self, taken: Sequence[Taken]) -> int:
         """Put rows back at the front of their queues in the order they stood there, as if never started."""
@@ -590,11 +607,14 @@ class Intake:
             self._release(pipe, row, self._give_back_script, row.lease.lane.waiting, uncount)
 
         backwards = sorted(rows, key=lambda row: row.lease.order, reverse=True)  # each is put before the last
-        given = self._end(backwards, commands)
+        returned = self._end(backwards, commands)
         if any(row.interactive for row in rows):
             with contextlib.suppress(RedisError):
                 interactive.ring(self._redis, self._settings.queue_model)
-        return given
+        if returned:
+            indices = by_batch((row.batch, row.index) for row in returned)
+            self._log.info("rows_given_back", indices=indices, rows=len(returned))
+        return len(returned)
 
     def _forget_crashes(self, pipe: Pipeline, row: Held) -> None:
         if isinstance(row, Rejected) or row.suspect:
@@ -613,29 +633,25 @@ class Intake:
         keys = [*ours, Job.key_for(lease.job_id), *ledger, target or lease.lane.waiting, cancelled]
         script(keys=keys, args=[lease.member, lease.execution_id, row.index, lease.job_id, *args], client=pipe)
 
-    def _end(self, rows: Sequence[Held], commands: _Commands) -> int:
-        """Run `commands` for all rows in one transaction; returns how many leases were still ours.
+    def _end(self, rows: Sequence[Held], commands: _Commands) -> list[Held]:
+        """Run `commands` for all rows in one transaction; returns those whose leases were still ours.
 
         While the server is away the rows stay leased and the transaction is run later; they count as ours.
         """
         if not rows:
-            return 0
+            return []
         self._let_go(rows)  # first, or a heartbeat in between would take an ended lease for a lost one
         try:
             kept = self._transact(rows, commands)
         except RedisError as error:
             if not _is_outage(error):
                 raise
-            self._log.warning("Redis is away; ended rows will be recorded later", rows=len(rows), reason=str(error))
+            self._log.warning("redis_away", rows=len(rows), reason=str(error))
             self._hold(rows)
             self._postponed.append((rows, commands))
-            return len(rows)
-        for row, ours in zip(rows, kept, strict=True):
-            if not ours:
-                self._log.warning(
-                    "lease lost: the row is somebody else's, or cancelled", batch=row.batch, index=row.index
-                )
-        return sum(kept)
+            return list(rows)
+        self._tell_lost([row for row, ours in zip(rows, kept, strict=True) if not ours])
+        return [row for row, ours in zip(rows, kept, strict=True) if ours]
 
     def _transact(self, rows: Sequence[Held], commands: _Commands) -> list[bool]:
         with self._redis.pipeline(transaction=True) as pipe:
@@ -701,13 +717,18 @@ class Intake:
             members = [word for row in rows for word in (row.lease.member, row.lease.execution_id)]
             self._renew_script(keys=keys, args=[self._settings.lease_s, *members], client=pipe)
             missing = {execution.decode() for execution in pipe.execute()[-1]}
+        self.beaten_at = time.monotonic()
         self._note_lost(missing)
         self._bell.set()  # it may have been rung while we could not hear it
 
     def _note_lost(self, executions: set[str]) -> None:
-        gone = self._lose(lambda row: row.lease.execution_id in executions)
-        for row in gone:
-            self._log.warning("lease lost: the row is somebody else's, or cancelled", batch=row.batch, index=row.index)
+        self._tell_lost(self._lose(lambda row: row.lease.execution_id in executions))
+
+    def _tell_lost(self, rows: Sequence[Held]) -> None:
+        with self._guard:
+            self.tally["lost"] += len(rows)
+        for row in rows:
+            self._log.warning("lease_lost", batch=row.batch, index=row.index)
 
     def _lose(self, which: Callable[[Held], bool]) -> list[Held]:
         with self._guard:
@@ -738,7 +759,7 @@ class Intake:
         with self._guard:
             self._withdrawn.append(request)  # first: a row that is held later is looked up here
         if gone := self._lose(lambda row: row.interactive and row.batch == request):
-            self._log.info("withdrawn", batch=request, rows=len(gone))
+            self._log.info("request_withdrawn", batch=request, rows=len(gone))
 
 
 _Commands = Callable[[Pipeline, Held], None]

@@ -24,7 +24,7 @@ from worker.engine import Finished
 from worker.intake import Intake, Rejected, Taken
 from worker.model import Model, applied_params
 from worker.outputs import Outputs
-from worker.progress import Progress
+from worker.progress import Phase, Progress
 from worker.replies import Replies
 from worker.restarts import poisons
 from worker.sinks import Ended, Files, Sink
@@ -84,9 +84,11 @@ class Loop:
     def run(self, burst: bool = False) -> None:
         """Work until stopped; whatever has not ended by then is given back to the front of its queue."""
         while not self._stop.is_set():
+            self.progress.turn(Phase.WORKING)
             self.take()
             self.step()
             self.settle()
+            self.intake.journal.tell()
             if burst and self.idle() and self.intake.is_empty():
                 break
         self.wind_down()
@@ -132,7 +134,7 @@ class Loop:
         """Where memory has no room for a request, the youngest rows of batches go back, as if never started."""
         while (job_id := self.model.engine.in_the_way()) is not None:
             running = self._drop(str(job_id))
-            self.log.info("gives way to a request", batch=running.taken.batch, index=running.taken.index)
+            self.log.info("row_gives_way", batch=running.taken.batch, index=running.taken.index)
             self.intake.give_back([running.taken])
 
     def step(self) -> None:
@@ -141,6 +143,7 @@ class Loop:
         try:
             with self.progress.step(len(self.running)):
                 finished = self.model.engine.step()
+            self.progress.times.observe(self.model.engine.stats)
         except Exception as error:  # whatever a step runs into, the other rows go on: here, or in a new process
             if poisons(error):
                 self._spare()
@@ -148,9 +151,7 @@ class Loop:
             self._part(error)
             return
         if self.model.engine.max_rows < ceiling:
-            self.log.warning(
-                "out_of_memory; fewer rows from now on", max_rows=self.model.engine.max_rows, before=ceiling
-            )
+            self.log.warning("out_of_memory", max_rows=self.model.engine.max_rows, before=ceiling)
         for result in finished:
             self._finish(result)
         self._read_along()
@@ -167,15 +168,18 @@ class Loop:
             try:
                 settled = sink.settle(rows)
             except OSError as error:
-                self.log.error("outputs cannot be written; no more prompts are taken until they can", reason=str(error))
+                self.log.error("disk_full", reason=str(error))
+                self.progress.disk_full = True
                 self.unwritten += rows
             else:
+                self.progress.disk_full = False
                 self.progress.finished += settled.rows
                 self.progress.tokens += settled.tokens
 
     def wind_down(self) -> None:
         """Finish what the grace time allows, give back the rest."""
         deadline = time.monotonic() + self.grace_s
+        self.progress.turn(Phase.STOPPING)
         while self.running and time.monotonic() < deadline and not self._stop_now.is_set():
             self.step()
             self.settle()
@@ -186,8 +190,7 @@ class Loop:
             self.model.engine.remove(job_id)
         self.running.clear()
         self.apart.clear()
-        if left:
-            self.log.info("given back", rows=self.intake.give_back(left))
+        self.intake.give_back(left)
 
     # Rows
 
@@ -251,13 +254,15 @@ class Loop:
                 result = replace(result, token_ids=result.token_ids[: found.tokens], finish_reason="stop")
         row = self._completion(running.taken, result, found.text)
         self._ended(running.taken, row, running.sink)
+        self.progress.prompt_tokens += result.prompt_tokens
+        self.progress.forwards += result.forwards
         self.answers.keep(running.key, row)
         self._record(running.micro_batch, result)
 
     def _ended(self, taken: Taken, row: Completion, sink: Sink) -> None:
         self.unwritten.append(Ended(taken, row, sink))
         if self.log_prompts:
-            self.log.info("answered", batch=taken.batch, index=row.index, prompt=row.prompt, output=row.output)
+            self.log.info("prompt_answered", batch=taken.batch, index=row.index, prompt=row.prompt, output=row.output)
 
     def _end_overdue(self) -> None:
         now = time.monotonic()
@@ -287,14 +292,16 @@ class Loop:
         self._record(running.micro_batch, None)
 
     def _give_up(self, taken: Taken | Rejected, error: PromptError, row: ErrorRow) -> None:
+        self.intake.journal.tell(now=True)  # that it was taken comes first
         self.log.error(
             "prompt_failed",
             batch=taken.batch,
             index=taken.index,
             code=row.error.code,
             attempt=row.error.attempts,
-            exception=str(error),
+            reason=str(error),
         )
+        self.progress.failures[row.error.code] += 1
         self.unwritten.append(Ended(taken, row, self._sink(taken), error))
 
     def _part(self, error: Exception) -> None:
@@ -302,7 +309,7 @@ class Loop:
 
         Only the culprit is charged an attempt. Rows begin anew; their seeds make them end as they would have.
         """
-        self.log.error("denoise_step_failed", rows=len(self.running), exc_info=error)
+        self.log.error("step_failed", rows=len(self.running), exc_info=error)
         rows = list(self.running.values())
         for running in rows:
             self.model.engine.remove(running.taken.job.job_id)

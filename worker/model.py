@@ -73,6 +73,19 @@ class Model:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak >> 20 if sys.platform == "darwin" else peak >> 10
 
+    def device_memory(self) -> dict[tuple[str, str], int]:
+        """Bytes by (number of the CUDA device, kind of `dllm_gpu_memory_bytes`); nothing on a CPU."""
+        device = self.loaded.decoder.device
+        found: dict[tuple[str, str], int] = {}
+        if device.type == "cuda":
+            spread = "+" in self.loaded.device
+            for number in range(torch.cuda.device_count()) if spread else [device.index or 0]:
+                free, total = torch.cuda.mem_get_info(number)
+                found[str(number), "allocated"] = torch.cuda.memory_allocated(number)
+                found[str(number), "reserved"] = torch.cuda.memory_reserved(number)
+                found[str(number), "used"], found[str(number), "total"] = total - free, total
+        return found
+
     def request(self, name: str, prompt: Prompt, params: SamplingParams, urgent: bool = False) -> Request:
         """The engine's view of a prompt. Raises BadPrompt when it cannot be tokenised.
 

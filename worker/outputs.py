@@ -34,7 +34,7 @@ def seal(batch: str, ledger: Ledger, folders: Folders) -> bool:
     try:
         return sealing.seal(batch, ledger, folders)
     except (OSError, RedisError, DllmError, ValueError) as error:
-        logs.get(batch=batch).error("cannot publish the batch; will be tried again", reason=str(error))
+        logs.get(batch=batch).error("publishing_failed", reason=str(error))
         return False
 
 

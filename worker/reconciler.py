@@ -7,6 +7,7 @@ through whole queues and folders, is for one at a time: the leader, by a lock th
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 
 from redis.exceptions import LockError, ResponseError
 from rq.executions import Execution, ExecutionRegistry
@@ -19,6 +20,7 @@ from contract.errors import DllmError
 from contract.ledger import Ledger
 from contract.names import Connection
 from contract.queues import queues
+from contract.ranges import by_batch
 from contract.settings import WorkerSettings
 from worker.lanes import Lane
 from worker.scripts import REPAIR
@@ -50,7 +52,7 @@ class Reconciler:
                 self._repair(Lane.of(queue))
                 clean_worker_registry(queue)
             except ResponseError:
-                self._log.exception("cannot look after the queue", queue=queue.name)
+                self._log.exception("upkeep_failed", queue=queue.name)
         sealing.seal_ready(self._ledger, self._settings.folders, self._settings.keep_segments_s)
         if self._leads():
             self._audit()
@@ -68,15 +70,15 @@ class Reconciler:
                 self._put_right(finding)
             elif (finding.kind, finding.where) not in self._told:
                 log = self._log.bind(kind=finding.kind, where=finding.where, what=finding.what)
-                log.error("found; it is for a person to repair", to_do=finding.remedy)
+                log.error("found_for_a_person", to_do=finding.remedy)
         self._told = {(finding.kind, finding.where) for finding in findings}
 
     def _put_right(self, finding: Finding) -> None:
         log = self._log.bind(kind=finding.kind, where=finding.where, what=finding.what)
         try:
-            log.warning("found and repaired", done=self._auditor.repair(finding))
+            log.warning("found_and_repaired", done=self._auditor.repair(finding))
         except (OSError, DllmError, ResponseError) as error:
-            log.error("found; cannot be repaired now, will be tried again", reason=str(error))
+            log.error("repair_failed", reason=str(error))
 
     def _repair(self, lane: Lane) -> None:
         keys = [lane.waiting, lane.intermediate, lane.started, lane.scheduled, lane.seen]
@@ -87,10 +89,16 @@ class Reconciler:
         ]
         while True:
             found = self._repair_script(keys=keys, args=[self._settings.lease_s, CHUNK, *patterns])
-            due, expired, stranded = found
-            if expired or stranded:
-                self._log.warning("put back jobs", queue=lane.name, of_dead_workers=expired, stranded=stranded)
+            due, expired, returned, stranded = found
+            if returned or stranded:
+                self._tell_put_back(lane, returned, stranded)
             if lane.interactive and (due or expired or stranded):
                 interactive.ring(self._redis, self._settings.queue_model)
             if max(due, expired) < CHUNK:
                 return
+
+    def _tell_put_back(self, lane: Lane, returned: Sequence[bytes], stranded: Sequence[bytes]) -> None:
+        ids = [job_id.decode(errors="replace").rpartition("-") for job_id in (*returned, *stranded)]
+        ours = [(batch, int(index)) for batch, _, index in ids if index.isdecimal()]
+        count = {"rows": len(ids), "of_dead_workers": len(returned), "stranded": len(stranded)}
+        self._log.warning("rows_put_back", queue=lane.name, indices=by_batch(ours), **count)

@@ -71,7 +71,7 @@ class Restarts:
     def __enter__(self) -> Restarts:
         if self._in_a_row:
             pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (self._in_a_row - 1))
-            self._log.warning("restarted", in_a_row=self._in_a_row, begins_in_s=pause)
+            self._log.warning("process_restarted", in_a_row=self._in_a_row, begins_in_s=pause)
             time.sleep(pause)
         return self
 
@@ -104,7 +104,7 @@ class Restarts:
             self._give_up(f"{reason}; cannot begin anew: {error}")
 
     def _give_up(self, reason: str) -> NoReturn:
-        self._log.critical("giving up", reason=reason)
+        self._log.critical("given_up", reason=reason)
         os.write(2, f"error: giving up: {reason}\n".encode(errors="replace"))
         os._exit(1 if self._line is None else GAVE_UP)
 

@@ -165,7 +165,8 @@ return lost
 
 # KEYS waiting, intermediate, started, scheduled, first seen in the intermediate list.
 # ARGV lease seconds, most jobs at a time; patterns of the keys job, execution, executions.
-# Returns how many jobs were due, how many had an expired lease, how many were stranded in the intermediate list.
+# Returns how many jobs were due and how many had an expired lease; the ids of those put back for that, and of those
+# that were stranded in the intermediate list.
 REPAIR = (
     CLOCK
     + PROMOTE
@@ -186,6 +187,7 @@ local function put_back(id)
   redis.call('LPUSH', waiting, id)
 end
 
+local returned = {}
 local expired = redis.call('ZRANGEBYSCORE', started, '-inf', now, 'LIMIT', 0, limit)
 for place = #expired, 1, -1 do
   local id, execution = string.match(expired[place], '^(.*):(.*)$')
@@ -195,11 +197,14 @@ for place = #expired, 1, -1 do
     redis.call('ZREM', string.format(ARGV[5], id), execution)
     local status = redis.pcall('HGET', string.format(ARGV[3], id), 'status')
     -- Any other status was set by whoever put the job elsewhere already; without one the job is damaged or gone.
-    if (type(status) ~= 'string' or status == 'started') and not leased(id) then put_back(id) end
+    if (type(status) ~= 'string' or status == 'started') and not leased(id) then
+      put_back(id)
+      returned[#returned + 1] = id
+    end
   end
 end
 
-local stranded, present = 0, {}
+local stranded, present = {}, {}
 for _, id in ipairs(redis.call('LRANGE', intermediate, 0, -1)) do
   local first = redis.call('ZSCORE', seen, id)
   if leased(id) then
@@ -207,7 +212,7 @@ for _, id in ipairs(redis.call('LRANGE', intermediate, 0, -1)) do
   elseif first and now - first > lease then
     redis.call('LREM', intermediate, 1, id)
     put_back(id)
-    stranded = stranded + 1
+    stranded[#stranded + 1] = id
   else
     present[id] = true
     redis.call('ZADD', seen, 'NX', now, id)
@@ -217,7 +222,7 @@ for _, id in ipairs(redis.call('ZRANGE', seen, 0, -1)) do
   if not present[id] then redis.call('ZREM', seen, id) end
 end
 
-return {promote(scheduled, waiting, ARGV[3], limit), #expired, stranded}
+return {promote(scheduled, waiting, ARGV[3], limit), #expired, returned, stranded}
 """
 )
 

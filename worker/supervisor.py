@@ -130,7 +130,7 @@ class Supervisor:
                 child.ended = True
             elif time.monotonic() >= child.due:
                 child.start(self.command, self.environment)
-                self.log.info("worker started", child=child.name, device=child.device)
+                self.log.info("child_started", child=child.name, device=child.device)
         elif (code := child.process.poll()) is not None:
             self._ended(child, code)
 
@@ -143,7 +143,7 @@ class Supervisor:
         child.ended = child.code == 0 or bool(self._passed_on)
         if child.code == 0:
             return
-        self.log.error("worker died", child=child.name, device=child.device, code=code, after_s=round(lived, 1))
+        self.log.error("child_died", child=child.name, device=child.device, code=code, after_s=round(lived, 1))
         if child.ended:
             return
         child.last_end = how_ended(code) if worked else ""
@@ -158,7 +158,7 @@ class Supervisor:
 
     def _give_up(self, child: Child, code: int) -> None:
         self.log.critical(
-            "giving up: a worker cannot be started or kept alive, all are stopped; its log says why",
+            "child_given_up",
             child=child.name,
             device=child.device,
             failed_starts=child.failed_starts,
@@ -169,19 +169,27 @@ class Supervisor:
 
 
 def supervise(
-    devices: list[str], name: str, burst: bool, flags: dict[str, Any], log: structlog.stdlib.BoundLogger
+    devices: list[str],
+    name: str,
+    burst: bool,
+    flags: dict[str, Any],
+    log: structlog.stdlib.BoundLogger,
+    metrics_port: int | None = None,
 ) -> int:
     """Run one `worker run` for each device, named NAME-0, NAME-1 …; returns the exit code.
 
-    `flags` are the command line's; children get them in their environment, which is as strong where no flag is.
+    Their metrics are at `metrics_port`, where there is one, and the ports after it. `flags` are the command line's;
+    children get them in their environment, which is as strong where no flag is.
     """
 
     def command(device: str, child: str, line: int) -> list[str]:
         run = [sys.executable, "-P", "-m", "worker", "run", "--device", device, "--name", child]
-        return [*run, "--supervisor", str(line), *(["--burst"] if burst else [])]
+        port = ["--metrics-port", str(ports[child])] if metrics_port else []
+        return [*run, "--supervisor", str(line), *port, *(["--burst"] if burst else [])]
 
     given = {PREFIX + flag.upper(): str(value) for flag, value in flags.items() if value is not None}
     children = [Child(device, f"{name}-{number}") for number, device in enumerate(devices)]
+    ports = {child.name: (metrics_port or 0) + number for number, child in enumerate(children)}
     return Supervisor(children, command, log, {**os.environ, **given}).run()
 
 

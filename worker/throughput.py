@@ -24,6 +24,7 @@ class MicroBatch:
     queued_s: float = 0.0  # summed over rows
     prompt_tokens: int = 0
     output_tokens: int = 0
+    row_seconds: float = 0.0
     steps: int = 0
     forwards: int = 0
     positions: int = 0
@@ -42,6 +43,7 @@ class MicroBatch:
             return
         self.prompt_tokens += finished.prompt_tokens
         self.output_tokens += len(finished.token_ids)
+        self.row_seconds += finished.seconds
         self.steps += finished.steps
         self.forwards += finished.forwards
         self.positions += finished.positions
@@ -62,6 +64,7 @@ class MicroBatch:
             "prompt_tokens": self.prompt_tokens,
             "output_tokens": self.output_tokens,
             "seconds": round(seconds, 3),
+            "row_seconds": round(self.row_seconds, 3),
             "output_tokens_per_s": round(self.output_tokens / seconds, 2),
             "steps": self.steps,
             "forwards": self.forwards,

@@ -222,7 +222,7 @@ class Uploads:
             except Exception as error:  # noqa: BLE001 - rows must not be stuck here, whatever it is
                 wait_s = random.uniform(0.5, 1.0) * pause
                 self._log.error(
-                    "outputs cannot be put; no more prompts are taken until they can",
+                    "outputs_not_put",
                     batch=load.batch,
                     rows=len(load.rows),
                     again_in_s=round(wait_s, 1),
@@ -245,7 +245,7 @@ class Uploads:
             try:
                 seal(batch, self._ledger, self._folders)
             except Exception:  # noqa: BLE001 - the next batch is to be published all the same
-                self._log.exception("cannot publish the batch; will be tried again", batch=batch)
+                self._log.exception("publishing_failed", batch=batch)
             with self._changed:
                 self._publishing = False
                 self._changed.notify_all()

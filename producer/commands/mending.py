@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 import yaml
 
-from contract import cancelling, logs, sealing
+from contract import audit, cancelling, logs, sealing
 from contract.errors import BadPrompt, UsageError
 from contract.flags import Model, RedisUrl, Root
 from contract.ledger import Batch, BatchState
@@ -18,7 +18,7 @@ from contract.settings import ProducerSettings, read
 from producer import display, report
 from producer.claims import Claims, checked_name
 from producer.commands.options import BatchId, Codes, Debug, Ids, Json, MaybeBatch, error_codes
-from producer.commands.session import Session, Stop, errors
+from producer.commands.session import LOG, Session, Stop, errors
 from producer.commands.submitting import Submitted, finish, submit_claimed
 from producer.doctor import examine
 
@@ -49,6 +49,7 @@ def retry(
         for one in chosen:
             try:
                 queued[one] = sealing.retry(one, codes, session.ledger, session.folders, session.ledger.redis, id_)
+                audit.requeued(one, queued[one])
             except UsageError as error:
                 if batch:
                     raise
@@ -83,6 +84,7 @@ def cancel(
             ended = cancelling.cancel_rows(batch, id_, session.ledger, session.folders)
         else:
             ended = cancelling.cancel(batch, session.ledger, session.folders)
+        audit.cancelled(batch, ended.rows)
         after = report.batch_reports([report.find(batch, session.ledger)], session.ledger, session.folders)[0]
         if as_json:
             document = {"batch": batch, "cancelled": ended.rows, "unknown": ended.unknown}
@@ -155,17 +157,17 @@ def doctor(
     with errors(debug):
         settings = read(ProducerSettings, {"root": root, "redis_url": redis_url})
         with contextlib.suppress(OSError):  # a folder that cannot be written is a finding
-            logs.set_up(settings.folders.logs, "producer", settings.log_level, settings.log_max_mb, quiet=True)
+            logs.set_up(settings, LOG.format(logs.host()), quiet=True)
         found = []
         for one in examine(settings, fix):
             found.append(one)
             if not as_json:
                 display.diagnosis(one)
-        healthy = all(one.done is not None for one in found)
+        healthy = all(one.done is not None or one.note for one in found)
         if as_json:
             findings = [one.model_dump(mode="json") for one in found]
             display.answer(json.dumps({"healthy": healthy, "findings": findings}, indent=2))
-        elif not found:
+        elif all(one.note for one in found):
             display.answer("all is well")
         if not healthy:
             raise typer.Exit(1)

@@ -25,6 +25,8 @@ from contract.settings import ProducerSettings, read
 from producer import display
 
 INTERRUPTED = 130
+LOG = "producer-{}"
+"""Hosts may share the folder, and a file of several hosts would not hold whole lines."""
 
 
 class Stop:
@@ -68,7 +70,7 @@ class Session:
         settings = read(ProducerSettings, given) if isinstance(given, dict) else given
         formats.require(settings.output_format)
         settings.folders.create()
-        logs.set_up(settings.folders.logs, "producer", settings.log_level, settings.log_max_mb, quiet)
+        logs.set_up(settings, LOG.format(logs.host()), quiet)
         return Session(settings, Ledger(server.open_redis(settings)))
 
     @property

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from contract import claimed, logs
+from contract import audit, claimed, logs
 from contract.errors import BadPrompt, DllmError, UsageError, nearest
 from contract.flags import Model, RedisUrl, Root, among, choices, sampling_flags
 from contract.hours import closed_until
@@ -30,6 +30,9 @@ from producer.watcher import Watcher
 
 def watch(
     once: Annotated[bool, typer.Option("--once", help="Submit what is there now, and exit")] = False,
+    metrics_port: Annotated[
+        int | None, typer.Option("--metrics-port", help="Serve /metrics, /healthz and /readyz there")
+    ] = None,
     root: Root = None,
     redis_url: RedisUrl = None,
     debug: Debug = False,
@@ -39,14 +42,18 @@ def watch(
     Example: producer watch
     """
     with errors(debug), Stop() as stop:
-        session = Session.open({"root": root, "redis_url": redis_url}, quiet=False)
+        flags = {"root": root, "redis_url": redis_url, "metrics_port": metrics_port}
+        session = Session.open(flags, quiet=False)
         watcher = Watcher(session.settings, session.ledger, stop)
         if once:
             watcher.run_once()
             return
         logs.get().info("watching", folder=str(session.folders.inputs))
-        watcher.run()
-        logs.get().info("watching stopped")
+        from producer.monitoring import monitor  # loads libraries that no other command needs
+
+        with monitor(watcher, stop):
+            watcher.run()
+        logs.get().info("watching_stopped")
 
 
 @sampling_flags()
@@ -210,6 +217,7 @@ def _resume(spec: BatchSpec, file: Path, session: Session) -> int:
     found = report.find(spec.batch, session.ledger)
     content = None if file == STDIN else file
     resumed = resume(found, content, session.settings.max_line_mb << 20, session.ledger, session.folders)
+    audit.requeued(spec.batch, resumed.queued)
     counts = found.counts
     total = "?" if counts.total is None else counts.total
     what = "standard input" if file == STDIN else file

@@ -13,6 +13,7 @@ from importlib import metadata
 from fastapi import FastAPI
 from redis.asyncio import Redis
 
+from contract import audit
 from contract.ledger import Ledger
 from contract.settings import ProducerSettings
 from producer import monitoring
@@ -29,7 +30,6 @@ from producer.gateway import (
     keys,
     metrics,
     models,
-    trail,
 )
 from producer.gateway.door import Door, Entry
 from producer.gateway.service import opened
@@ -74,4 +74,4 @@ def create_app(settings: ProducerSettings, ledger: Ledger, redis: Callable[[], R
 def _record(entry: Entry) -> None:
     """A page that is open asks every two seconds, and changes nothing by that."""
     if not (entry.method == "GET" and entry.path.startswith(f"{DASHBOARD}/")):
-        trail.requested(entry)
+        audit.requested(entry.document())

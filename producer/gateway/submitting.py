@@ -71,4 +71,4 @@ class Submitting:
             self._rounds.look()
             self._notices.clear("look")
         except OSError as error:
-            self._notices.warn("look", f"batches cannot be looked for, tried again: {error}")
+            self._notices.warn("look", "scan_failed", reason=str(error))

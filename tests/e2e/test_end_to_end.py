@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import httpx2
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from contract import queues, server
 from contract.ledger import Counts, Ledger
@@ -114,6 +118,66 @@ def test_dropped_files_become_outputs_and_both_commands_stop_in_order(
     assert sum(event["rows"] for event in throughput) == 5
 
 
+def test_others_see_how_worker_and_producer_stand(system: System, wait_until: Callable[..., None]) -> None:
+    """Metrics and health over HTTP: while it loads, while it works, when Redis is gone."""
+    port = free_ports(2)
+    watch = system.start("producer", "watch", "--metrics-port", str(port + 1))
+    work = system.start("worker", "run", "--max-rows", "4", "--metrics-port", str(port))
+    loading = (503, {"ok": False, "problems": ["the worker is loading"]})
+    wait_until(lambda: status(port, "readyz") == loading, START_S)
+    assert status(port, "healthz") == (200, {"ok": True, "problems": []})
+    wait_until(lambda: status(port, "readyz")[0] == 200 and status(port + 1, "readyz")[0] == 200, START_S)
+    rows = [{"prompt": f"prompt {number}", "max_new_tokens": 16} for number in range(6)]
+    rows += [{"prompt": "long " * 1000}]
+    (system.folders.inputs / "six.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    wait_until((system.folders.outputs / "six.jsonl").exists, START_S)
+    wait_until(lambda: scraped(port)["dllm_rows_in_flight", ""] == 0)
+    told, queues_told = scraped(port), scraped(port + 1)
+    assert told["dllm_rows_finished_total", ""] == 6
+    assert told["dllm_rows_failed_total", "prompt_too_long"] == 1
+    tokens = sum(row["usage"]["completion_tokens"] for row in system.rows("six.jsonl"))
+    assert told["dllm_output_tokens_total", ""] == tokens
+    forwards = sum(row["denoise"]["forwards"] for row in system.rows("six.jsonl"))
+    assert told["dllm_row_forwards_total", ""] == forwards
+    assert told["dllm_step_seconds_count", "denoise"] > 0
+    assert told["process_resident_memory_bytes", ""] > 1 << 20
+    assert (queues_told["dllm_redis_up", ""], queues_told["dllm_workers", "tiny"]) == (1, 1)
+    server.stop(ProducerSettings(root=system.root))
+    wait_until(lambda: "Redis has not answered" in str(status(port, "readyz")), START_S)
+    wait_until(lambda: status(port + 1, "readyz") == (503, {"ok": False, "problems": ["Redis does not answer"]}))
+    assert (status(port, "healthz")[0], status(port + 1, "healthz")[0]) == (200, 200)
+    assert watch.poll() is work.poll() is None
+
+
+def free_ports(count: int) -> int:
+    """The first of so many neighbouring ports that nobody has at this moment."""
+    while True:
+        with contextlib.ExitStack() as stack:
+            probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+            probes[0].bind(("127.0.0.1", 0))
+            first = int(probes[0].getsockname()[1])
+            with contextlib.suppress(OSError, OverflowError):
+                for number, probe in enumerate(probes[1:], start=1):
+                    probe.bind(("127.0.0.1", first + number))
+                return first
+
+
+def status(port: int, path: str) -> tuple[int, Any]:
+    """What a health check answers; 0 while nobody does."""
+    try:
+        answer = httpx2.get(f"http://127.0.0.1:{port}/{path}")
+    except httpx2.TransportError:
+        return 0, None
+    return answer.status_code, answer.json()
+
+
+def scraped(port: int) -> dict[tuple[str, str], float]:
+    """Metrics by name and the value of their first label."""
+    families = text_string_to_metric_families(httpx2.get(f"http://127.0.0.1:{port}/metrics").text)
+    values = [one for family in families for one in family.samples]
+    return {(one.name, next(iter(one.labels.values()), "")): one.value for one in values}
+
+
 def test_a_killed_worker_loses_nothing_and_doubles_nothing(system: System, wait_until: Callable[..., None]) -> None:
     """Two workers, one killed while it holds rows: every prompt ends exactly once, and nobody is to blame."""
     ledger = system.ledger()
@@ -132,14 +196,16 @@ def test_a_killed_worker_loses_nothing_and_doubles_nothing(system: System, wait_
     record = ledger.get(batch)
     assert record is not None
     assert (record.counts.done, record.counts.failed) == (300, 0)
-    assert "put back jobs" in {event["event"] for event in system.log("worker-w1.jsonl")}
+    assert "rows_put_back" in {event["event"] for event in system.log("worker-w1.jsonl")}
     assert (system.root / "many.jsonl").exists()  # submitted, not dropped: the user's own file stays
 
 
 def test_one_command_keeps_a_worker_alive_on_each_device(system: System, wait_until: Callable[..., None]) -> None:
     """Both work; one that is killed comes back, and every prompt ends exactly once; both stop in order."""
     ledger = system.ledger()
-    supervisor = system.start("worker", "run", "--device", "cpu,cpu", "--name", "box", "--max-rows", "8")
+    port = free_ports(2)
+    flags = ["--name", "box", "--max-rows", "8", "--metrics-port", str(port)]
+    supervisor = system.start("worker", "run", "--device", "cpu,cpu", *flags)
 
     def states() -> dict[str, str]:
         return {worker.name: worker.state for worker in queues.workers(ledger.redis)}
@@ -160,12 +226,13 @@ def test_one_command_keeps_a_worker_alive_on_each_device(system: System, wait_un
     assert record is not None
     assert (record.counts.done, record.counts.failed) == (150, 0)
     wait_until(lambda: pid("box-0") not in (0, killed) and len(states()) == 2, START_S)
+    wait_until(lambda: [status(port + number, "readyz")[0] for number in range(2)] == [200, 200], START_S)
     lives = [json.loads(life) for life in cast("list[bytes]", ledger.redis.hvals("dllm:lives:box-0"))]
     assert [life["how"] for life in lives if "how" in life] == ["signal 9 (SIGKILL)"]
     supervisor.send_signal(signal.SIGTERM)
     assert supervisor.wait(timeout=30) == 0
     assert states() == {}
-    assert [event["code"] for event in system.log("worker-box.jsonl") if event["event"] == "worker died"] == [-9]
+    assert [event["code"] for event in system.log("worker-box.jsonl") if event["event"] == "child_died"] == [-9]
 
 
 def test_workers_stop_when_their_supervisor_is_killed(system: System, wait_until: Callable[..., None]) -> None:

@@ -42,7 +42,7 @@ def test_an_empty_file_is_published_as_an_empty_output_with_a_notice(
     assert batch.state is BatchState.DONE
     assert (folders.outputs / "empty.jsonl").read_bytes() == b""
     (notice,) = (event for event in notices if event["log_level"] == "warning")
-    assert "no prompts" in notice["event"]
+    assert notice["event"] == "batch_empty"
     assert notice["file"] == "empty.jsonl"
 
 
@@ -162,7 +162,7 @@ def test_what_is_only_named_like_input_is_left_alone_with_one_notice(
     make(inbox.folder / "x.txt")
     assert inbox.look() == inbox.look() == []
     (notice,) = notices
-    assert says in notice["event"]
+    assert says in notice["reason"]
     assert notice["file"] == "x.txt"
     assert os.path.lexists(inbox.folder / "x.txt")
 
@@ -181,13 +181,13 @@ def test_other_kinds_of_files_are_named_with_the_kinds_that_are_read(
 ) -> None:
     (inbox.folder / "table.xlsx").write_text("a,b\n")
     assert inbox.look() == []
-    assert ".txt, .jsonl, .csv and .parquet" in notices[0]["event"]
+    assert ".txt, .jsonl, .csv and .parquet" in notices[0]["reason"]
 
 
 def test_a_name_that_is_not_utf8_is_left_alone(inbox: Inbox, notices: list[dict[str, Any]]) -> None:
     (Path(os.fsdecode(os.fsencode(inbox.folder) + b"/caf\xe9.txt"))).write_text("a\n")
     assert inbox.look() == []
-    assert "not UTF-8" in notices[0]["event"]
+    assert "not UTF-8" in notices[0]["reason"]
     assert notices[0]["file"] == r"caf\xe9.txt"
 
 

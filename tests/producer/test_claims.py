@@ -194,7 +194,7 @@ def test_a_source_that_was_taken_from_a_running_batch_is_asked_for(
     claims.source(spec).rename(claims.folders.root / "away.txt")
     assert claims.pending() == claims.pending() == []
     (notice,) = notices
-    assert "put it back" in notice["event"]
+    assert notice["event"] == "source_missing"
     (claims.folders.root / "away.txt").rename(claims.source(spec))
     assert claims.pending() == [spec]
 
@@ -208,7 +208,7 @@ def test_a_manifest_that_cannot_be_read_is_told_once_and_harms_no_other(
     notices.clear()
     assert claims.pending() == claims.pending() == [good]
     (notice,) = notices
-    assert "not readable" in notice["event"]
+    assert notice["event"] == "claim_unreadable"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from click.testing import Result
 from redis import Redis
 
-from contract import auditing
+from contract import auditing, checkup
 from contract.ledger import Ledger
 from contract.paths import Folders
 from contract.settings import WorkerSettings
@@ -25,8 +25,9 @@ Run = Callable[..., Result]
 def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auditing, "CONFIRM_S", 0.01)
     monkeypatch.setattr(doctor, "CONFIRM_S", 0.02)
-    monkeypatch.setattr(doctor, "LEAST_FREE_BYTES", 0)
-    monkeypatch.setattr(doctor, "LEAST_FREE_SHARE", 0.0)
+    monkeypatch.setattr(checkup, "LEAST_FREE_BYTES", 0)
+    monkeypatch.setattr(checkup, "LEAST_FREE_SHARE", 0.0)
+    monkeypatch.setattr(checkup, "persistence", lambda _: None)  # the tests' server keeps nothing
 
 
 def findings(run: Run, *flags: str) -> list[dict[str, object]]:
@@ -131,7 +132,7 @@ def test_a_folder_that_cannot_be_used_is_told(run: Run, folders: Folders, monkey
 
 
 def test_a_disk_that_is_nearly_full_is_told_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "LEAST_FREE_BYTES", 1 << 62)
+    monkeypatch.setattr(checkup, "LEAST_FREE_BYTES", 1 << 62)
     (found,) = findings(run)
     assert found["kind"] == "disk"
 
@@ -139,7 +140,8 @@ def test_a_disk_that_is_nearly_full_is_told_once(run: Run, monkeypatch: pytest.M
 @pytest.mark.parametrize(("seconds", "says"), [(100, "behind"), (-100, "ahead of")])
 def test_clocks_that_differ_are_told(run: Run, monkeypatch: pytest.MonkeyPatch, seconds: float, says: str) -> None:
     real = doctor.time.time
-    monkeypatch.setattr("producer.doctor.time", Clock(real, seconds))
+    for module in ("producer.doctor", "contract.checkup"):
+        monkeypatch.setattr(f"{module}.time", Clock(real, seconds))
     (found,) = findings(run)
     assert found["kind"] == "clock"
     assert f"100.0 s {says} this machine's" in str(found["what"])
@@ -154,3 +156,45 @@ class Clock:
 
     def time(self) -> float:
         return self._real() + self._seconds
+
+
+def test_leases_that_nobody_looks_after_are_told(
+    run: Run, submit: Callable[..., str], redis: Redis, ledger: Ledger, worker_settings: Callable[..., WorkerSettings]
+) -> None:
+    submit(2)
+    (taken,) = Intake(redis, ledger, worker_settings(name="gone")).take(1)
+    redis.zadd(taken.lease.lane.started, {taken.lease.member: ledger.now() - 120})
+    found = {one["kind"]: one for one in findings(run)}
+    assert set(found) == {"no_worker", "stuck_leases"}
+    assert "1 leases ran out" in str(found["stuck_leases"]["what"])
+
+
+def test_workers_that_get_nothing_done_are_told(
+    run: Run,
+    submit: Callable[..., str],
+    redis: Redis,
+    ledger: Ledger,
+    worker_settings: Callable[..., WorkerSettings],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    submit(2, created_at=ledger.now() - 3 * 3600)
+    with Intake(redis, ledger, worker_settings(name="w", scan_s=60)):
+        (found,) = findings(run)
+        assert (found["kind"], found["where"]) == ("stalled", "demo")
+        assert "none has ended for 180 minutes" in str(found["what"])
+        redis.hset(ledger.key("b"), "ended_at", ledger.now())
+        assert findings(run) == []
+
+
+def test_what_is_worth_knowing_does_not_make_it_ill(
+    run: Run, submit: Callable[..., str], redis: Redis, ledger: Ledger, worker_settings: Callable[..., WorkerSettings]
+) -> None:
+    Intake(redis, ledger, worker_settings(name="crashed")).evidence.ended("signal 9 (SIGKILL)")
+    submit(2, created_at=ledger.now() - 2 * 86_400)
+    redis.hset(ledger.key("b"), "ended_at", ledger.now())
+    with Intake(redis, ledger, worker_settings(name="w", scan_s=60)):
+        result = run("doctor")
+    assert result.exit_code == 0
+    assert "old_batch  b: 2 rows have not ended after 2.0 days; note: " in result.stdout
+    assert "dead_worker  crashed: it died: signal 9 (SIGKILL); note: " in result.stdout
+    assert result.stdout.endswith("all is well\n")

@@ -225,7 +225,7 @@ def test_a_watched_file_with_wrong_parameters_waits_until_they_are_right(
     (folders.inputs / "a.txt").write_text("one\n")
     (folders.inputs / "a.params.yaml").write_text("sed: 1\n")
     watch()
-    assert any("did you mean 'seed'" in notice["event"] for notice in notices)
+    assert any("did you mean 'seed'" in notice.get("reason", "") for notice in notices)
     assert (folders.inputs / "a.txt").exists()
     assert queued() == []
     (folders.inputs / "a.params.yaml").write_text("seed: 1\n")

@@ -198,10 +198,10 @@ def test_a_file_that_cannot_be_claimed_now_is_claimed_later(
     monkeypatch.setattr("producer.claims.os.rename", rename)
     with watching():
         (folders.inputs / "a.txt").write_text("one\n")
-        wait_until(lambda: any("No space left" in notice["event"] for notice in notices))
+        wait_until(lambda: any("No space left" in notice.get("reason", "") for notice in notices))
         full.clear()
         wait_until(submitted(ledger, 1))
-    assert sum("No space left" in notice["event"] for notice in notices) == 1
+    assert sum("No space left" in notice.get("reason", "") for notice in notices) == 1
 
 
 def test_once_outlasts_an_outage(
@@ -242,7 +242,7 @@ def test_once_tells_which_batches_it_left_to_another_producer(
     assert ledger.lock(spec.batch, "submit").acquire()
     Watcher(settings, ledger, lambda: False).run_once()
     (notice,) = (notice for notice in notices if notice["log_level"] == "warning")
-    assert notice["event"] == "not submitted to its end"
+    assert notice["event"] == "not_submitted_to_its_end"
     assert "another producer has it" in notice["reason"]
 
 

@@ -44,7 +44,7 @@ from worker.intake import Intake
 
 root, url, name, room = sys.argv[1:]
 settings = WorkerSettings(root=root, redis_url=url, name=name, lease_s=1.0, scan_s=0.1, linger_ms=0)
-logs.set_up(settings.folders.logs, name, "error", 1)
+logs.set_up(settings.model_copy(update={"log_level": "error"}), name)
 redis = connect(url)
 with Intake(redis, Ledger(redis), settings) as intake:
     rows = intake.take(int(room), wait_s=20)

@@ -263,7 +263,7 @@ def test_a_failing_step_costs_the_culprit_and_not_its_neighbours(
     assert "shapes do not match" in error["error"]["message"]
     healthy = [row["output"] for row in published(folders, "healthy.jsonl")]
     assert [row["output"] for row in published(folders, "ill.jsonl")] == [*healthy[:2], *healthy[3:]]
-    retried = [event["index"] for event in events if "retried" in event["event"]]
+    retried = [event["index"] for event in events if event["event"] == "prompt_retried"]
     assert retried == [2, 2]
 
 
@@ -314,7 +314,7 @@ def test_a_prompt_that_is_not_answered_in_time_leaves_and_its_neighbours_go_on(
     (error,) = published(folders, "b.errors.jsonl")
     assert (error["error"]["code"], error["error"]["attempts"]) == ("deadline_exceeded", 1)
     assert error["error"]["message"] == "not answered within timeout_s = 1e-06"
-    assert not [event for event in events if "retried" in event["event"]]
+    assert not [event for event in events if event["event"] == "prompt_retried"]
     rows, without = published(folders, "b.jsonl"), published(folders, "without.jsonl")
     assert [row["output"] for row in rows] == [row["output"] for row in without]
     assert ["timeout_s" in row["params"] for row in rows] == [False, True]
@@ -462,4 +462,4 @@ def test_prompts_are_logged_when_asked_for(model: Model, queued: Callable[..., s
     queued(["not secret"])
     with structlog.testing.capture_logs() as events:
         work(model, log_prompts=True)
-    assert [event["prompt"] for event in events if event["event"] == "answered"] == ["not secret"]
+    assert [event["prompt"] for event in events if event["event"] == "prompt_answered"] == ["not secret"]

@@ -170,9 +170,9 @@ def test_what_is_found_is_repaired_and_logged_and_what_is_for_a_person_is_logged
         one.run()
     told = [(event["event"], event["kind"], event["where"]) for event in events if "kind" in event]
     assert told == [
-        ("found and repaired", "lost_rows", "b"),
-        ("found; it is for a person to repair", "unreadable_claim", str(odd)),
-        ("found and repaired", "orphan_segments", str(folders.segments / "nobody")),
+        ("found_and_repaired", "lost_rows", "b"),
+        ("found_for_a_person", "unreadable_claim", str(odd)),
+        ("found_and_repaired", "orphan_segments", str(folders.segments / "nobody")),
     ]
     assert waiting_ids(redis) == ["b-1", "b-0"]
 
@@ -196,7 +196,7 @@ def test_a_repair_that_fails_does_not_keep_the_others_from_being_made(
     with structlog.testing.capture_logs() as events:
         one.run()
     assert waiting_ids(redis) == ["b-0"]
-    failed = [event for event in events if "will be tried again" in event["event"]]
+    failed = [event for event in events if event["event"] == "repair_failed"]
     assert [Path(event["where"]).name for event in failed] == ["neither", "nobody"]
 
 

@@ -198,7 +198,7 @@ def test_a_prompt_that_poisons_the_device_is_found_and_its_neighbours_are_answer
     assert answered(folders) == [0, 2, 3, 4, 5]
     (error,) = published(folders, "b.errors.jsonl")
     assert (error["id"], error["error"]["code"], error["error"]["attempts"]) == ("id-1", "worker_crashed", 0)
-    assert [event["in_a_row"] for event in log(folders, "restarted")] == [1, 2, 1]
+    assert [event["in_a_row"] for event in log(folders, "process_restarted")] == [1, 2, 1]
     assert not log(folders, "denoise_step_failed")  # to part the rows is of no use without a device
     message = error["error"]["message"]
     assert message.startswith(
@@ -217,7 +217,7 @@ def test_a_device_that_always_fails_ends_the_worker_loudly_and_no_prompt_is_lost
         "error: giving up: AcceleratorError: CUDA error: device-side assert triggered; "
         "restarted 2 times in a row without finishing a prompt in between"
     )
-    assert [event["in_a_row"] for event in log(folders, "restarted")] == [1, 2]
+    assert [event["in_a_row"] for event in log(folders, "process_restarted")] == [1, 2]
     target = queue(redis, "tiny", "normal")
     waiting = [*redis.lrange(target.key, 0, -1), *redis.lrange(redis.names.backlog("b"), 0, -1)]
     assert sorted(waiting) == [f"b-{index}".encode() for index in range(6)]
@@ -241,4 +241,4 @@ def test_a_step_that_does_not_end_ends_the_process_and_its_rows_run_again(
     assert event["rows"] == 4
     assert "faulty_worker.py" in event["stacks"]
     assert "in hang" in event["stacks"]
-    assert [event["in_a_row"] for event in log(folders, "restarted")] == [1]
+    assert [event["in_a_row"] for event in log(folders, "process_restarted")] == [1]

@@ -81,6 +81,11 @@ class Engine:
         return self.scheduler.max_rows
 
     @property
+    def reused_positions(self) -> int:
+        """Prompt positions that were computed for another prompt before."""
+        return self.prefixes.reused
+
+    @property
     def most_rows(self) -> int:
         """Rows that run together at most, urgent ones included."""
         return self.scheduler.ceiling

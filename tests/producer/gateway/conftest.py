@@ -11,11 +11,10 @@ import httpx2
 import pytest
 import uvicorn
 
-from contract import addresses
+from contract import addresses, logs
 from contract.ledger import Ledger
 from contract.queues import connect
 from contract.settings import ProducerSettings
-from producer.gateway import trail
 from producer.gateway.app import create_app
 from tests.producer.gateway.scripted import ScriptedWorker
 
@@ -26,7 +25,7 @@ class Listening:
     """A service at its address, and a client of it."""
 
     def __init__(self, settings: ProducerSettings, ledger: Ledger, redis_url: str) -> None:
-        trail.set_up(settings)
+        logs.set_up(settings, "serve", quiet=True)
         app = create_app(settings, ledger, lambda: addresses.async_client(redis_url))
         self.settings = settings
         self._listener = socket.create_server(("127.0.0.1", 0))

@@ -69,6 +69,11 @@ class CanvasEngine:
         self.places.add(row)
 
     @property
+    def reused_positions(self) -> int:
+        """Prompt positions that were computed for another prompt before: none, beginnings are not shared here."""
+        return 0
+
+    @property
     def max_rows(self) -> int:
         """Rows that run together at most, apart from what is there for urgent ones."""
         return self.places.max_rows
