@@ -19,7 +19,7 @@ from producer.dashboard.retrying import Retrying
 from producer.review import Review
 
 HOUR_S = 3600
-REVIEW_S = 10.0
+REVIEW_S = 5.0
 STAND_S = 1.0
 PATIENCE_S = 2.0
 RECENT = 100
