@@ -399,8 +399,8 @@ AUDIT = (
         "request",
         "info",
         "request method path client caller status seconds",
-        "a request of `producer serve` ended: `caller` is the key's name; what else is known of it (model, batch, tokens, "
-        "the error's code) stands beside",
+        "a request of `producer serve` ended: `caller` is the key's name; what else is known of it (model, batch, "
+        "tokens, the error's code) stands beside",
     ),
 )
 
