@@ -335,11 +335,13 @@ class Ledger:
     def glance(self) -> list[tuple[str, BatchState, bool]]:
         """Id and state of each batch that is not published yet, and whether all of its rows have ended.
 
-        Looked at in one script: thousands of them are no work for those who look every few seconds.
+        Looked at in one script: thousands of them are no work for those who look every few seconds. Those whose records
+        cannot be read are left out.
         """
         patterns = [self.key("%s"), *(self.key("%s", mark) for mark in Mark)]
         found = cast("list[list[bytes]]", self._glance(keys=[self._names.key("open")], args=patterns))
-        return [(_text(batch), BatchState(_text(state)), complete == b"1") for batch, state, complete in found]
+        known = {state.value.encode(): state for state in BatchState}
+        return [(_text(batch), known[state], complete == b"1") for batch, state, complete in found if state in known]
 
     def close(self, batch: str, processed: str | None = None) -> None:
         """The batch is published and its source moved, to the path `processed` where this call's process moved it.
@@ -538,16 +540,23 @@ return 1
 
 # KEYS those not published; ARGV patterns of the keys of a batch's hash and of its bitmaps.
 _GLANCE = """
+local function ended(batch)
+    local count = 0
+    for mark = 2, 4 do count = count + redis.call('BITCOUNT', string.format(ARGV[mark], batch)) end
+    return count
+end
+
 local found = {}
 for _, batch in ipairs(redis.call('SMEMBERS', KEYS[1])) do
-    local record = redis.call('HMGET', string.format(ARGV[1], batch), 'state', 'total')
-    local complete = '0'
-    if record[2] then
-        local ended = 0
-        for mark = 2, 4 do ended = ended + redis.call('BITCOUNT', string.format(ARGV[mark], batch)) end
-        if ended >= tonumber(record[2]) then complete = '1' end
+    local record = redis.pcall('HMGET', string.format(ARGV[1], batch), 'state', 'total')
+    if not record.err and record[1] then
+        local total, complete = tonumber(record[2] or ''), '0'
+        if total then
+            local sound, count = pcall(ended, batch)
+            if sound and count >= total then complete = '1' end
+        end
+        found[#found + 1] = {batch, record[1], complete}
     end
-    if record[1] then found[#found + 1] = {batch, record[1], complete} end
 end
 return found
 """

@@ -129,7 +129,7 @@ def test_a_forged_claim_reads_nothing_and_is_told_of(
     claims = Claims(producer_settings(), ledger)
     assert claims.pending() == []
     assert ledger.open_batches() == []
-    assert notices[-1]["event"] == "claimed folder not readable"
+    assert notices[-1]["event"] == "claim_unreadable"
     assert [found.kind for found in Auditor(ledger, folders).look()] == ["unreadable_claim"]
 
 
@@ -186,7 +186,8 @@ def test_a_link_that_takes_a_files_place_is_given_back_unread(
     assert list(folders.claimed.iterdir()) == []
     assert ledger.open_batches() == []
     assert Inbox(folders.inputs, 0.0).look() == []
-    assert "a link" in notices[-1]["event"]
+    assert notices[-1]["event"] == "file_ignored"
+    assert "a link" in notices[-1]["reason"]
 
 
 def test_a_file_that_was_written_on_when_it_was_taken_is_given_back(
@@ -487,11 +488,11 @@ def test_logs_spell_out_what_a_terminal_obeys(tmp_path: Path, capsys: pytest.Cap
     except DllmError:
         logs.get().exception(OBEYED, file=OBEYED)
     logging.getLogger("library").warning(OBEYED)
-    for written in (capsys.readouterr().err, (tmp_path / "producer.jsonl").read_text()):
+    for written in (capsys.readouterr().err, (tmp_path / "logs" / "producer.jsonl").read_text()):
         assert written.count("owned") >= 4
         assert not set(written) & set("\x1b\x07\x9b")
-    events = [json.loads(line) for line in (tmp_path / "producer.jsonl").read_text().splitlines()]
-    assert [event["event"] for event in events] == [OBEYED, OBEYED]  # nothing is lost
+    events = [json.loads(line) for line in (tmp_path / "logs" / "producer.jsonl").read_text().splitlines()]
+    assert [event.get("message", event["event"]) for event in events] == [OBEYED, OBEYED]  # nothing is lost
 
 
 # Redis

@@ -41,10 +41,6 @@ SETTINGS = {f"DLLM_{name.upper()}" for kind in (ProducerSettings, WorkerSettings
 COMMANDS: dict[str, Any] = {
     name: typer.main.get_command(app) for name, app in (("producer", producer.cli.app), ("worker", worker.cli.app))
 }
-complete = pytest.mark.skipif(
-    not {"serve_port", "metrics_port"} <= ProducerSettings.model_fields.keys(),
-    reason="this checkout has no HTTP service, or no metrics",
-)
 REST_S = 30
 """What a worker needs beyond its grace time: the step that runs, and publishing."""
 
@@ -110,7 +106,6 @@ def named(kind: str, name: str) -> dict[str, Any]:
 # systemd
 
 
-@complete
 @pytest.mark.parametrize("file", UNITS, ids=lambda file: file.name)
 def test_every_unit_starts_a_command_that_there_is(file: Path) -> None:
     (command,) = unit(file.name)["ExecStart"]
@@ -125,7 +120,6 @@ def test_the_environment_of_the_units_holds_settings() -> None:
         assert given["DLLM_ROOT"] in unit(name)["ReadWritePaths"]
 
 
-@complete
 def test_the_values_in_both_environments_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
     of_units = environment((DEPLOY / "systemd" / "dllm.env").read_text(encoding="utf-8"))
     of_pods = named("ConfigMap", "dllm")["data"] | {
@@ -139,7 +133,6 @@ def test_the_values_in_both_environments_are_right(monkeypatch: pytest.MonkeyPat
         assert str(read(ProducerSettings).root) == "/srv/dllm"
 
 
-@complete
 def test_a_worker_has_time_to_stop() -> None:
     given = environment((DEPLOY / "systemd" / "dllm.env").read_text(encoding="utf-8"))
     worker_unit = unit("dllm-worker@.service")
@@ -197,13 +190,11 @@ def safe(folder: Path, options: list[str]) -> None:
 # Kubernetes
 
 
-@complete
 def test_every_container_runs_a_command_that_there_is() -> None:
     for _, container in containers():
         check([word.replace("$(POD_NAME)", "pod") for word in container["command"]])
 
 
-@complete
 def test_each_of_ours_is_asked_whether_it_lives_and_can_work() -> None:
     settings = named("ConfigMap", "dllm")["data"]
     ports = {"metrics": int(settings["DLLM_METRICS_PORT"]), "http": ProducerSettings.model_fields["serve_port"].default}
@@ -266,7 +257,6 @@ def allowed(policy: dict[str, Any]) -> tuple[list[str], int]:
     return pods, port["port"]
 
 
-@complete
 def test_every_variable_is_a_setting_and_every_reference_leads_somewhere() -> None:
     for pod, container in containers():
         for reference in container.get("envFrom", ()):
@@ -359,7 +349,6 @@ def test_every_step_of_the_image_is_shell_that_can_be_read() -> None:
             assert subprocess.run(["bash", "-n", "-c", step]).returncode == 0, step
 
 
-@complete
 def test_the_image_runs_as_nobody_in_particular_and_takes_signals_itself() -> None:
     stage = last_stage()
     assert stage["USER"] == ["$UID"]

@@ -329,7 +329,8 @@ def test_failures_are_never_kept(
     def fails() -> None:
         raise RuntimeError("no")
 
-    engine: Any = SimpleNamespace(**{name: getattr(model.engine, name) for name in ("add", "remove", "room", "stats")})
+    names = ("add", "remove", "room", "stats", "in_the_way", "most_rows", "progress")
+    engine: Any = SimpleNamespace(**{name: getattr(model.engine, name) for name in names})
     engine.step, engine.max_rows = fails, 4
     claim(2, batch="b1", output="first", params=GREEDY)
     work(dataclasses.replace(model, engine=engine))
