@@ -153,15 +153,18 @@ class ObjectStore:
     def there(self, names: Iterable[str]) -> list[str]:
         asked = list(names)
         with ThreadPoolExecutor(len(asked) or 1) as pool:
-            return [name for name, found in zip(asked, pool.map(self._exists, asked), strict=True) if found]
+            return [name for name, found in zip(asked, pool.map(self._info, asked), strict=True) if found]
 
-    def _exists(self, name: str) -> bool:
+    def size(self, name: str) -> int:
+        return int((self._info(name) or {}).get("size") or 0)
+
+    def _info(self, name: str) -> dict[str, Any] | None:
         with self._trouble():
             try:
-                self._files.info(self._path(name))
+                found: dict[str, Any] = self._files.info(self._path(name))
             except FileNotFoundError:
-                return False
-        return True
+                return None
+        return found
 
     def delete(self, name: str) -> None:
         with self._trouble(), contextlib.suppress(FileNotFoundError):

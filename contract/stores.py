@@ -65,6 +65,9 @@ class Store(Protocol):
     def there(self, names: Iterable[str]) -> list[str]:
         """Those of `names` that are there."""
 
+    def size(self, name: str) -> int:
+        """Bytes; 0 when it is not there."""
+
     def delete(self, name: str) -> None:
         """Also when it is not there."""
 
@@ -126,6 +129,12 @@ class Disk:
 
     def there(self, names: Iterable[str]) -> list[str]:
         return [name for name in names if os.path.lexists(self._folders.outputs / name)]
+
+    def size(self, name: str) -> int:
+        try:
+            return (self._folders.outputs / name).stat().st_size
+        except FileNotFoundError:
+            return 0
 
     def delete(self, name: str) -> None:
         (self._folders.outputs / name).unlink(missing_ok=True)

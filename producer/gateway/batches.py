@@ -99,7 +99,7 @@ def _find(here: Service, batch_id: str, owner: str) -> Batch:
 def _claim(here: Service, stored: Stored, model: str, served: Served) -> Batch:
     """A batch of its own for the file, whatever was submitted before."""
     settings = here.settings.model_copy(update={"model": model, "output_format": "openai"})
-    spec = Claims(settings, here.ledger).snapshot(stored.place, served=served)
+    spec = Claims(settings, here.ledger, served.owner).snapshot(stored.place, served=served)
     record = here.ledger.get(spec.batch)
     assert record is not None
     return record

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
-from starlette.responses import FileResponse
+from starlette.responses import FileResponse, Response, StreamingResponse
 
 from producer.gateway import outcomes
 from producer.gateway.auth import Asking
@@ -74,9 +74,16 @@ async def retrieve(file_id: str, here: Here, caller: Asking) -> dict[str, Any]:
     response_class=FileResponse,
     responses={200: {"content": {"application/jsonl": {}}}},
 )
-async def content(file_id: str, here: Here, caller: Asking) -> FileResponse:
+async def content(file_id: str, here: Here, caller: Asking) -> Response:
     stored = await here.in_thread(_find, here, file_id, caller.name)
-    return FileResponse(stored.place, media_type="application/jsonl", filename=stored.filename)
+    if stored.purpose != outcomes.PURPOSE:
+        return FileResponse(stored.place, media_type="application/jsonl", filename=stored.filename)
+    try:
+        pieces = await here.in_thread(outcomes.read, stored, here.settings.folders)
+    except FileNotFoundError:
+        raise missing(file_id) from None
+    headers = {"Content-Length": str(stored.bytes)}
+    return StreamingResponse(pieces, media_type="application/jsonl", headers=headers)
 
 
 @router.delete("/{file_id}", summary="Take a file away")
@@ -86,7 +93,7 @@ async def delete(file_id: str, here: Here, caller: Asking) -> dict[str, Any]:
     def remove() -> None:
         stored = _find(here, file_id, caller.name)
         if stored.purpose == outcomes.PURPOSE:
-            stored.place.unlink(missing_ok=True)
+            outcomes.remove(stored, here.settings.folders)
         else:
             here.files.delete(stored)
 

@@ -29,7 +29,10 @@ ABANDONED_S = 86_400.0
 
 
 class Stored(BaseModel):
-    """A file; `owner` is the name of the key that brought it, and no other key sees it. `place` is where it lies."""
+    """A file; `owner` is the name of the key that brought it, and no other key sees it.
+
+    `place` is where it lies; of a file that came of a batch, below the place of outputs.
+    """
 
     model_config = ConfigDict(frozen=True)
 

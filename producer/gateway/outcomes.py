@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+from contract import stores
 from contract.ledger import Batch, BatchState, Ledger
 from contract.paths import Folders
 from producer.gateway.filestore import Stored
@@ -20,6 +21,7 @@ ENDS: dict[str, Literal[".openai.jsonl", ".openai.errors.jsonl"]] = {
     "file-errors-": ".openai.errors.jsonl",
 }
 PURPOSE = "batch_output"
+PIECE = 1 << 20
 WINDOW = "24h"
 WINDOW_S = 86_400
 
@@ -86,6 +88,21 @@ def file(file_id: str, owner: str, ledger: Ledger, folders: Folders) -> Stored |
     return None
 
 
+def read(stored: Stored, folders: Folders) -> Iterator[bytes]:
+    """The content of such a file, a piece at a time. Raises FileNotFoundError at once."""
+    stream = stores.of(folders).open(str(stored.place))
+
+    def pieces() -> Iterator[bytes]:
+        with stream:
+            yield from iter(lambda: stream.read(PIECE), b"")
+
+    return pieces()
+
+
+def remove(stored: Stored, folders: Folders) -> None:
+    stores.of(folders).delete(str(stored.place))
+
+
 def newest_first(owner: str, ledger: Ledger, folders: Folders) -> Iterator[Stored]:
     """The files that came of all batches of `owner`, by when the batches were made."""
     for record in ledger.newest_first(owner):
@@ -96,27 +113,20 @@ def _files(record: Batch, folders: Folders) -> dict[str, Stored]:
     """Those that are there, by how their ids begin. Empty ones are none, as with OpenAI."""
     if record.state is not BatchState.DONE or record.spec.served is None:
         return {}
-    found = {}
+    found, store = {}, stores.of(folders, record.spec)
     for start, end in ENDS.items():
-        place = folders.outputs / f"{record.spec.output}{end}"
-        if size := _size(place):
+        name = Path(f"{record.spec.output}{end}")
+        if size := store.size(str(name)):
             found[start] = Stored(
                 id=f"{start}{record.spec.batch}",
                 owner=record.spec.served.owner,
-                filename=place.name,
+                filename=name.name,
                 purpose=PURPOSE,
                 bytes=size,
                 created_at=record.finished_at or record.spec.created_at,
-                place=place,
+                place=name,
             )
     return found
-
-
-def _size(place: Path) -> int:
-    try:
-        return place.stat().st_size
-    except FileNotFoundError:
-        return 0
 
 
 def _whole(seconds: float | None) -> int | None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from contract import sealing
+import pytest
+
+from contract import sealing, stores
 from contract.jobs import Completion
 from contract.ledger import Ledger, Mark
 from contract.paths import Folders
-from contract.segments import SegmentWriter
 from tests.producer.gateway.conftest import Listening
 from tests.producer.gateway.scripted import ScriptedWorker
 from tests.producer.gateway.test_files import upload
@@ -38,7 +40,7 @@ def status(service: Listening, batch: str) -> dict[str, Any]:
 
 def answer(batch: str, rows: int, ledger: Ledger, folders: Folders, completion: Callable[..., Completion]) -> None:
     """What workers do with the rows from 0 on."""
-    with SegmentWriter(folders, batch, "worker") as segment:
+    with stores.of(folders).segment(batch, "worker") as segment:
         asked = [{"role": "user", "content": "hello"}]
         segment.append([completion(index, id=f"r{index}", prompt=asked) for index in range(rows)])
     with ledger.redis.pipeline() as pipe:
@@ -48,12 +50,17 @@ def answer(batch: str, rows: int, ledger: Ledger, folders: Folders, completion: 
     sealing.seal(batch, ledger, folders)
 
 
+@pytest.mark.parametrize("store", [False, True], ids=["folder", "store"])
+@pytest.mark.usefixtures("worker")
 def test_a_batch_from_its_file_to_its_outputs(
-    service: Listening,
+    listening: Callable[..., Listening],
     ledger: Ledger,
     completion: Callable[..., Completion],
     wait_until: Callable[..., None],
+    tmp_path: Path,
+    store: bool,
 ) -> None:
+    service = listening(outputs_url=f"file://{tmp_path}/store" if store else None)
     folders = service.settings.folders
     file_id = brought(service, [row(0), row(1), row(2, temperature=-1)])
     told = create(service, file_id, metadata={"for": "me"}).json()
