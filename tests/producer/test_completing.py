@@ -92,7 +92,7 @@ def test_where_no_server_is_nothing_is_completed_said_or_started(
 @pytest.mark.parametrize(
     ("command", "words", "found"),
     [
-        ("producer", "re", ["rerun", "results", "retry"]),
+        ("producer", "re", ["rerun", "results", "retry", "report"]),
         ("producer", "failed --code out", ["out_of_memory"]),
         ("producer", "retry --code ", list(ErrorCode)),
         ("producer", "submit --priority ", ["high", "normal", "low"]),

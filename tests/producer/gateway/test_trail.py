@@ -15,7 +15,8 @@ KEY = {"Authorization": "Bearer a-secret-key"}
 
 def lines(service: Listening) -> list[dict[str, Any]]:
     """Those of requests; batches that were asked for have lines of their own."""
-    text = (service.settings.folders.logs / "audit.jsonl").read_text()
+    file = service.settings.folders.logs / "audit.jsonl"
+    text = file.read_text() if file.exists() else ""  # it begins with its first line
     return [line for line in map(json.loads, text.splitlines()) if line["event"] == "request"]
 
 
