@@ -162,9 +162,9 @@ TROUBLE = (
     _event(
         "process_failed",
         "critical",
-        "",
-        "a worker's process ends with an error that nothing caught",
-        "read the exception; its prompts run again",
+        "reason",
+        "a worker's process ends: with what the user can put right (`reason`), or with an error that nothing caught",
+        "as the reason says; else read the exception; its prompts run again",
     ),
     _event(
         "child_died",
@@ -414,8 +414,8 @@ AUDIT = (
 
 EVENTS: dict[str, Event] = {event.name: event for event in (*LIFE, *WORK, *TROUBLE)}
 AUDIT_EVENTS: dict[str, Event] = {event.name: event for event in AUDIT}
-IN_FILE_ONLY = frozenset({"rows_submitted", "rows_taken", "rows_finished"})
-"""A terminal would show little else."""
+IN_FILE_ONLY = frozenset({"rows_submitted", "rows_taken", "rows_finished", "worker_started", "process_failed"})
+"""A terminal would show little else, or is told in other words."""
 
 _HEAD = """\
 # Logs

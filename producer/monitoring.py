@@ -151,7 +151,7 @@ class Health:
 
     def unready(self) -> list[str]:
         found = self.stuck()
-        if self.watcher.outages:
+        if self.watcher.rounds.outages:
             found.append("Redis does not answer")
         for folder in (self.watcher.settings.folders.claimed, self.watcher.settings.folders.segments):
             if not os.access(folder, os.W_OK):

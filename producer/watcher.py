@@ -44,7 +44,7 @@ class Watcher:
         self._inbox = Inbox(settings.folders.inputs, settings.settle_s, settings.recursive)
         self._hints = Hints(settings.folders.inputs, self._wake, settings.recursive)
         self._notices = Notices()
-        self._rounds = Rounds(settings, ledger, self.claims, stop)
+        self.rounds = Rounds(settings, ledger, self.claims, stop)
         self._last_scan = float("-inf")
         self.turned_at = time.monotonic()
         """When the last turn began, on the monotonic clock; endless while it publishes, which takes what it takes."""
@@ -54,7 +54,7 @@ class Watcher:
         try:
             while not self.stop():
                 self.turned_at = time.monotonic()
-                busy = self._rounds.patiently(self._turn)
+                busy = self.rounds.patiently(self._turn)
                 if not busy:
                     self._sleep()
         finally:
@@ -66,12 +66,12 @@ class Watcher:
             self._inbox.look()
             wait(self.settings.settle_s if self._inbox.unsettled else 0.0, self.stop)
             advanced: bool | None = None
-            while not self.stop() and (advanced is None or self._rounds.busy):
+            while not self.stop() and (advanced is None or self.rounds.busy):
                 # An outage has dropped what was under way: another scan finds it.
-                advanced = self._rounds.patiently(self._scan if advanced is None else self._rounds.advance)
+                advanced = self.rounds.patiently(self._scan if advanced is None else self.rounds.advance)
                 if advanced is False:
                     wait(FULL_S, self.stop)
-            self._rounds.patiently(self._tell_what_is_left)
+            self.rounds.patiently(self._tell_what_is_left)
         finally:
             self._close()
 
@@ -90,7 +90,7 @@ class Watcher:
         if since >= self._scan_s() or (self._wake.is_set() and since >= LEAST_SCAN_S):
             self._hints.check()
             self._scan_whatever_fails()
-        return self._rounds.advance()
+        return self.rounds.advance()
 
     def _scan_whatever_fails(self) -> None:
         """A full disk or a folder without permission does not end the watching."""
@@ -115,14 +115,9 @@ class Watcher:
                 self._wake.set()  # for the rest
                 break
         self.turned_at = math.inf
-        self._rounds.look()
+        self.rounds.look()
         self.turned_at = time.monotonic()
         return True
-
-    @property
-    def outages(self) -> int:
-        """Times in a row that Redis did not answer."""
-        return self._rounds.outages
 
     def _claim(self, file: Path, look: Look) -> None:
         try:
@@ -138,12 +133,12 @@ class Watcher:
     def _sleep(self) -> None:
         """Until a scan is due, an event comes, or a batch that waits for room is to be asked again."""
         due = self._last_scan + (self._scan_s() if not self._wake.is_set() else LEAST_SCAN_S)
-        end = min(due, time.monotonic() + FULL_S) if self._rounds.busy else due
+        end = min(due, time.monotonic() + FULL_S) if self.rounds.busy else due
         while (left := end - time.monotonic()) > 0 and not self.stop():
             if self._wake.wait(min(left, SLICE_S)):
                 wait(self._last_scan + LEAST_SCAN_S - time.monotonic(), self.stop)
                 return
 
     def _close(self) -> None:
-        self._rounds.drop()
+        self.rounds.drop()
         self._hints.close()

@@ -114,6 +114,9 @@ def _work(config: WorkerSettings, burst: bool, supervisor: int | None) -> None:
     try:
         with Restarts(config.max_restarts, progress, log, supervisor) as restarts:
             _denoise(config, burst, supervisor, progress, restarts)
+    except DllmError as error:
+        log.critical("process_failed", reason=str(error))
+        raise
     except Exception:
         log.critical("process_failed", exc_info=True)
         raise

@@ -60,7 +60,7 @@ def test_a_batch_is_told_from_its_submission_to_its_end_without_a_prompt(
 def test_secrets_are_masked_and_a_full_disk_stops_nobody(
     told: Any, folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    audit.submitted(batch_spec(source="redis://user:hunter22@host.txt"), 1, "command")
+    audit.submitted(batch_spec(model="redis://user:hunter22@host"), 1, "command")
     assert "hunter22" not in json.dumps(told())
     monkeypatch.setattr("contract.logfiles.os.write", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
     audit.requeued("b", 3)

@@ -49,7 +49,7 @@ def test_a_file_that_somebody_has_open_is_left_however_long_it_stands_still(
 
         def told_after_long() -> bool:
             running._inbox._seen = {name: seen._replace(since=-1e9) for name, seen in running._inbox._seen.items()}
-            return any("still being written" in notice["event"] for notice in notices)
+            return any(notice["event"] == "file_being_written" for notice in notices)
 
         wait_until(told_after_long)
         assert (folders.inputs / "slow.txt").exists()
@@ -57,7 +57,7 @@ def test_a_file_that_somebody_has_open_is_left_however_long_it_stands_still(
         stream.close()
         wait_until(submitted(ledger, 2))
     assert prompts(queued) == ["one", "other", "two"]
-    assert sum("still being written" in notice["event"] for notice in notices) == 1
+    assert sum(notice["event"] == "file_being_written" for notice in notices) == 1
 
 
 def test_a_file_that_grows_without_end_is_spoken_of_and_keeps_no_other_waiting(
@@ -75,10 +75,7 @@ def test_a_file_that_grows_without_end_is_spoken_of_and_keeps_no_other_waiting(
         now[0] += 1.0
     assert taken == {"done.txt"}
     (notice,) = notices
-    assert notice["event"] == (
-        "not read yet: still being written: it is taken when it is closed and has stood still for 1 s"
-    )
-    assert notice["file"] == "log.txt"
+    assert (notice["event"], notice["file"]) == ("file_being_written", "log.txt")
 
 
 def test_where_the_system_does_not_tell_who_writes_standing_still_is_enough(
@@ -241,7 +238,7 @@ def test_pipes_sockets_links_and_devices_are_left_where_they_are_and_hold_up_not
         (folders.inputs / "a.txt").write_text("one\n")
         wait_until(submitted(ledger, 1))
         wait_until(lambda: {notice.get("file") for notice in notices} >= strange)
-    assert {notice["file"] for notice in notices if notice["event"].startswith("not read")} == strange
+    assert {notice["file"] for notice in notices if notice["event"] == "file_ignored"} == strange
     assert {entry.name for entry in folders.inputs.iterdir()} == {".claimed", *strange}
     assert (folders.root / "elsewhere.txt").read_text() == "not yours\n"
 
@@ -258,7 +255,7 @@ def test_a_file_without_permission_is_spoken_of_and_taken_when_it_has_it(
     monkeypatch.setattr("producer.inbox.os.access", lambda file, mode: bool(os.stat(file).st_mode & 0o400))
     with watching():
         (folders.inputs / "secret.txt").touch(mode=0o000)
-        wait_until(lambda: any("no permission to read it" in notice["event"] for notice in notices))
+        wait_until(lambda: any("no permission to read it" in notice.get("reason", "") for notice in notices))
         (folders.inputs / "a.txt").write_text("one\n")
         wait_until(submitted(ledger, 1))
         (folders.inputs / "secret.txt").chmod(0o600)
@@ -283,7 +280,7 @@ def test_files_are_submitted_while_others_wait_to_be_claimed(
     with watching(scan_s=600):
         wait_until(submitted(ledger, 40))
     events = [notice["event"] for notice in notices]
-    assert events.index("batch submitted") < len(events) - 1 - events[::-1].index("batch created")
+    assert events.index("batch_submitted") < len(events) - 1 - events[::-1].index("batch_created")
     by_age = sorted(ledger.newest(), key=lambda batch: batch.spec.created_at)
     assert [batch.spec.source for batch in by_age] == [f"f{number}.txt" for number in range(40)]
 
@@ -342,8 +339,8 @@ def test_without_file_events_scans_go_on_and_it_says_how_to_raise_the_limit(
     with watching():
         (folders.inputs / "a.txt").write_text("one\n")
         wait_until(submitted(ledger, 1))
-    (notice,) = (notice for notice in notices if "no file events" in notice["event"])
-    assert f"raise it with `sysctl {LIMITS[code]}=" in notice["event"]
+    (notice,) = (notice for notice in notices if notice["event"] == "no_file_events")
+    assert f"raise it with `sysctl {LIMITS[code]}=" in notice["reason"]
 
 
 def test_a_system_that_really_gives_no_watches(

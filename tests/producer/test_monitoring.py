@@ -104,9 +104,9 @@ def test_a_watcher_is_alive_and_ready_or_says_why_not(
     watcher = Watcher(producer_settings(), ledger, lambda: stopping)
     health = Health(watcher, lambda: stopping)
     assert health.stuck() == health.unready() == []
-    watcher.outages = 1
+    watcher.rounds.outages = 1
     assert health.unready() == ["Redis does not answer"]
-    watcher.outages, stopping = 0, True
+    watcher.rounds.outages, stopping = 0, True
     assert health.unready() == ["the producer is stopping"]
     watcher.turned_at -= 1000
     assert "no turn for 1000 s" in health.stuck()[0]
