@@ -9,12 +9,10 @@ from typing import Any
 import httpx2
 import pytest
 
-from contract import server
 from contract.ledger import BatchState
 from contract.settings import ProducerSettings
 from producer.gateway import keys
-from tests.checkpoints import llama_block
-from tests.e2e.test_end_to_end import START_S, System
+from tests.e2e.system import START_S, System
 from tests.servers import free_port
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -65,20 +63,6 @@ def browser() -> Iterator[Any]:
         opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield opened
         opened.close()
-
-
-@pytest.fixture
-def system(tmp_path: Any) -> Iterator[System]:
-    opened = System(tmp_path)
-    llama_block(tmp_path / "models" / "tiny", chat_template=True)
-    try:
-        yield opened
-    finally:
-        for process in opened.started:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-        server.stop(ProducerSettings(root=tmp_path))
 
 
 def test_a_run_is_seen_moving_and_a_failed_prompt_is_retried_by_keyboard(

@@ -12,11 +12,9 @@ import httpx2
 import openai
 import pytest
 
-from contract import server
 from contract.settings import ProducerSettings
 from producer.gateway import keys
-from tests.checkpoints import llama_block
-from tests.e2e.test_end_to_end import START_S, System
+from tests.e2e.system import START_S, System
 from tests.servers import free_port
 
 HELLO = [{"role": "user", "content": "hello there"}]
@@ -46,16 +44,11 @@ class Served(System):
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Served]:
-    llama_block(tmp_path / "models" / "tiny", chat_template=True)
     opened = Served(tmp_path)
     try:
         yield opened
     finally:
-        for process in opened.started:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-        server.stop(ProducerSettings(root=tmp_path))
+        opened.end()
 
 
 def test_openais_client_needs_another_base_url_and_nothing_else(
