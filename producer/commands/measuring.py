@@ -20,7 +20,9 @@ def bench_endpoint(
         str | None,
         typer.Option("--api-key", help="Key; DLLM_API_KEY and OPENAI_API_KEY show it to fewer"),
     ] = None,
-    model: Annotated[str | None, typer.Option("--model", help="Model (else the only one that the server lists)")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="Model (else the only one that the server lists)")
+    ] = None,
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", help="A prompt to send; may be repeated (else eight built-in ones)")
     ] = None,
@@ -43,7 +45,8 @@ def bench_endpoint(
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Measured rounds of each level")] = 5,
     concurrency: Annotated[str, typer.Option("--concurrency", help="Levels: calls at a time")] = "1,4,16",
     calls: Annotated[
-        int | None, typer.Option("--calls", min=1, help="Calls of a round (else 8, or 4 for each at a time if that is more)")
+        int | None,
+        typer.Option("--calls", min=1, help="Calls of a round (else 8, or 4 for each at a time if that is more)"),
     ] = None,
     warmup: Annotated[int, typer.Option("--warmup", min=0, help="Calls for each at a time, before the rounds")] = 1,
     timeout_s: Annotated[float, typer.Option("--timeout-s", min=0.001, help="Seconds for one whole call")] = 120.0,
