@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -104,7 +105,8 @@ def _end(
 
 
 def _row(index: int, job: PromptJob | None) -> ErrorRow:
-    detail = ErrorDetail(code=ErrorCode.CANCELLED, message="cancelled before it had an answer")
+    message = "cancelled before it had an answer"
+    detail = ErrorDetail(code=ErrorCode.CANCELLED, message=message, at=round(time.time(), 3))
     if job is None:  # Redis lost it
         return ErrorRow(index=index, id=str(index), line=0, prompt=None, error=detail)
     told = {"id": job.id, "line": job.line, "prompt": shown(job.asked), "metadata": job.metadata}

@@ -153,11 +153,12 @@ class Completion(BaseModel):
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong with a prompt and after how many attempts."""
+    """What went wrong with a prompt, after how many attempts, and when, in seconds since the epoch, if it is known."""
 
     code: ErrorCode
     message: str
     attempts: int = 0
+    at: float | None = None
 
 
 class ErrorRow(BaseModel):

@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -301,19 +302,25 @@ def failures(rows: Iterable[tuple[str, ErrorRow]]) -> int:
     rest = iter(rows)
     while page := list(itertools.islice(rest, PAGE)):
         table(
-            ("BATCH", "ROW", "ID", "CODE", "ATTEMPTS", "MESSAGE", "PROMPT"),
-            [
-                (batch, row.index, short(row.id, 24), error.code, error.attempts, error.message, _prompt(row))
-                for batch, row in page
-                for error in [row.error]
-            ],
+            ("BATCH", "ROW", "ID", "CODE", "TIME", "ATTEMPTS", "WORKER", "MESSAGE", "PROMPT"),
+            [_failure(batch, row) for batch, row in page],
         )
         answer("")
         codes |= {row.error.code for _, row in page}
         count += len(page)
     for code in sorted(codes):
         answer(f"{code}: {REMEDIES[code]}")
+    if count:
+        answer("`producer logs BATCH:ROW` tells what the logs have of one")
     return count
+
+
+def _failure(batch: str, row: ErrorRow) -> tuple[object, ...]:
+    error, when = row.error, "-"
+    if error.at is not None:
+        when = datetime.fromtimestamp(error.at).strftime("%m-%d %H:%M:%S")
+    shown = (error.code, when, error.attempts, short(row.worker or "-", 24), error.message, _prompt(row))
+    return batch, row.index, short(row.id, 24), *shown
 
 
 def diagnosis(found: Diagnosis) -> None:

@@ -197,21 +197,28 @@ def _report(batch: Batch, waits_until: float | None, folders: Folders) -> BatchR
 
 
 def dead_letters(
-    ledger: Ledger, folders: Folders, batch: str | None, codes: Collection[ErrorCode] | None
+    ledger: Ledger,
+    folders: Folders,
+    batch: str | None,
+    codes: Collection[ErrorCode] | None,
+    since: float | None = None,
 ) -> Iterator[tuple[str, ErrorRow]]:
     """Failed rows with the id of their batch, one at a time: of one batch, or of all, the newest batch first.
 
-    Cancelled rows only where `codes` ask for them. Of all batches, one whose files were changed is passed over.
+    Cancelled rows only where `codes` ask for them; with `since`, in seconds since the epoch, those that failed then or
+    later. Of all batches, one whose files were changed is passed over.
     """
     wanted = set(codes) if codes else set(ErrorCode) - {ErrorCode.CANCELLED}
     if batch is not None:
-        yield from ((batch, row) for row in sealing.errors(batch, ledger, folders) if row.error.code in wanted)
+        for row in sealing.errors(batch, ledger, folders):
+            if row.error.code in wanted and (since is None or (row.error.at or 0.0) >= since):
+                yield batch, row
         return
     for found in ledger.newest_first():
         if not (found.counts.failed or (found.counts.cancelled and ErrorCode.CANCELLED in wanted)):
             continue
         try:
-            yield from dead_letters(ledger, folders, found.spec.batch, codes)
+            yield from dead_letters(ledger, folders, found.spec.batch, codes, since)
         except UsageError as error:
             logs.get(batch=found.spec.batch).warning("dead_letters_hidden", reason=str(error))
 

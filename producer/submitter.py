@@ -167,7 +167,9 @@ class Submission:
         if self._errors is None:
             store = stores.of(self._folders, self.spec)
             self._errors = store.segment(self.spec.batch, f"producer-{socket.gethostname()}-{os.getpid()}")
-        self._errors.append(rows)
+        now = round(time.time(), 3)  # reading a row twice gives the same row; when it failed is said here
+        details = [row.error.model_copy(update={"at": now}) for row in rows]
+        self._errors.append([row.model_copy(update={"error": one}) for row, one in zip(rows, details, strict=True)])
 
     def _hold(self) -> bool:
         """Take the batch's lock, or keep it."""

@@ -151,7 +151,8 @@ class Rejected:
 
     def error_row(self, worker: str) -> ErrorRow:
         """The row to write before `fail`; line 0 and the index for an id where the job did not tell."""
-        detail = ErrorDetail(code=ErrorCode(self.error.code), message=str(self.error), attempts=self.attempts)
+        code, now = ErrorCode(self.error.code), round(time.time(), 3)
+        detail = ErrorDetail(code=code, message=str(self.error), attempts=self.attempts, at=now)
         told = {key: self.payload[key] for key in ("id", "line", "prompt", "metadata") if key in self.payload}
         told.setdefault("prompt", self.payload.get("messages") or self.payload.get("prompt_token_ids"))
         blank = {"index": self.index, "id": str(self.index), "line": 0, "prompt": None}

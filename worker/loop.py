@@ -277,7 +277,9 @@ class Loop:
         if self.intake.will_retry(taken, error):
             self.intake.retry(taken, error)
         else:
-            detail = ErrorDetail(code=ErrorCode(error.code), message=str(error), attempts=taken.attempt)
+            detail = ErrorDetail(
+                code=ErrorCode(error.code), message=str(error), attempts=taken.attempt, at=round(time.time(), 3)
+            )
             job = taken.job
             row = ErrorRow(
                 index=job.index,

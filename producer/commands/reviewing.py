@@ -19,7 +19,7 @@ from contract.flags import RedisUrl, Root
 from contract.jobs import ErrorRow
 from contract.ledger import Batch, BatchState, Mark
 from contract.terminal import safe
-from producer import display, report
+from producer import display, journals, report
 from producer.commands import completing
 from producer.commands.options import BatchId, Codes, Debug, Json, MaybeBatch, error_codes
 from producer.commands.session import Session, Stop, errors
@@ -107,6 +107,9 @@ def results(
 def failed(
     batch: MaybeBatch = None,
     code: Codes = None,
+    since: Annotated[
+        str | None, typer.Option("--since", help="Only what failed since then: 24h, 90m, 7d or 2026-12-02T22:00")
+    ] = None,
     limit: Annotated[
         int | None, typer.Option("--limit", min=1, help="At most so many rows [100 of all batches; all of one]")
     ] = None,
@@ -125,7 +128,8 @@ def failed(
         if batch is not None:
             report.find(batch, session.ledger)
         most = limit or (FAILED_SHOWN if batch is None else None)
-        found = report.dead_letters(session.ledger, session.folders, batch, codes)
+        start = journals.since(since) if since else None
+        found = report.dead_letters(session.ledger, session.folders, batch, codes, start)
         rows = itertools.islice(found, most)
         if as_json:
             _answer_failures(batch, rows)

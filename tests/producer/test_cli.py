@@ -12,6 +12,7 @@ import struct
 import subprocess
 import termios
 import threading
+import time
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -543,6 +544,17 @@ def test_failed_tells_where_why_and_what_to_do(run: Run, file: Path) -> None:
     assert shown.exit_code == 0
     assert "own.jsonl line 3: not JSON" in shown.stdout
     assert "bad_json: make the line one complete JSON object" in shown.stdout
+    assert "`producer logs BATCH:ROW`" in shown.stdout
+    (row,) = json.loads(run("failed", batch, "--json").stdout)["errors"]
+    assert time.time() - 60 < row["error"]["at"] < time.time() + 1
+    assert datetime.fromtimestamp(row["error"]["at"]).strftime("%m-%d %H:%M:%S") in shown.stdout
+
+
+def test_failed_since_then(run: Run, file: Path) -> None:
+    batch = submitted(run, file)
+    assert "own.jsonl line 3" in run("failed", batch, "--since", "1h").stdout
+    assert "no failed rows" in run("failed", batch, "--since", "2099-01-01").stdout
+    assert "--since takes 24h" in run("failed", "--since", "yesterday").stderr
 
 
 def test_failed_as_json_by_code(run: Run, file: Path, finish: Finish) -> None:
