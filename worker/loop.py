@@ -163,18 +163,18 @@ class Loop:
         if not (self.unwritten or self.outputs.pending):
             return
         ended, self.unwritten = self.unwritten, []
+        self.progress.turn(Phase.STOPPING if self._stop.is_set() else Phase.PUBLISHING)
         for sink in dict.fromkeys([self.files, *(one.sink for one in ended)]):
             rows = [one for one in ended if one.sink is sink]
             try:
                 settled = sink.settle(rows)
             except OSError as error:
                 self.log.error("disk_full", reason=str(error))
-                self.progress.disk_full = True
                 self.unwritten += rows
             else:
-                self.progress.disk_full = False
                 self.progress.finished += settled.rows
                 self.progress.tokens += settled.tokens
+        self.progress.disk_full = bool(self.unwritten)
 
     def wind_down(self) -> None:
         """Finish what the grace time allows, give back the rest."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from worker.intake import Intake
 from worker.loop import Loop
 from worker.model import Model, open_model
 from worker.outputs import Outputs
-from worker.progress import Progress
+from worker.progress import Phase, Progress
 from worker.throughput import TokenRate
 
 SHORT = SamplingParams(max_new_tokens=12, seed=1)
@@ -329,7 +329,21 @@ def test_a_full_disk_stops_the_taking_and_loses_nothing(
     outputs: Outputs,
 ) -> None:
     queued([f"prompt {number}" for number in range(9)])
-    work(model, outputs=FullDisk(outputs, refusals=5))
+    progress, full, phases = Progress(), [], []
+
+    class Told(FullDisk):
+        def write(self, rows: Sequence[Any]) -> Sequence[Any]:
+            full.append(progress.disk_full)
+            return super().write(rows)
+
+        def sealed_if_complete(self, batches: Iterable[str]) -> list[str]:
+            phases.append(progress.phase)
+            return self._outputs.sealed_if_complete(batches)
+
+    work(model, outputs=Told(outputs, refusals=5), progress=progress)
+    assert full[:6] == [False, *[True] * 5]
+    assert not progress.disk_full
+    assert set(phases) == {Phase.PUBLISHING}  # which may take longer than a step: the process does not hang
     assert [row["id"] for row in published(folders, "b.jsonl")] == [str(number) for number in range(9)]
     assert len({row["id"] for row in published(folders, "b.jsonl")}) == 9
 
