@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from contract.errors import DllmError
 from contract.jobs import ErrorCode, ErrorRow, PromptJob
 from contract.ledger import BatchSpec, BatchState, Ledger
 from contract.paths import Folders
+from producer.claims import copy_some
 from producer.inbox import Inbox
 
 GOOD = b'{"prompt": "good"}'
@@ -241,24 +242,22 @@ def test_a_line_beyond_memory_is_passed_over_piece_by_piece(tmp_path: Path, subm
 
 
 def test_a_file_that_is_written_while_it_is_copied_is_refused(
-    tmp_path: Path, submit_file: Callable[..., tuple[BatchSpec, list[ErrorRow]]], folders: Folders, ledger: Ledger
+    tmp_path: Path,
+    submit_file: Callable[..., tuple[BatchSpec, list[ErrorRow]]],
+    folders: Folders,
+    ledger: Ledger,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     file = tmp_path / "growing.txt"
-    file.write_text("line\n" * 200_000)
-    stop = threading.Event()
+    file.write_text("line\n")
 
-    def write() -> None:
-        with file.open("a", buffering=1) as stream:
-            while not stop.is_set():
-                stream.write("line\n")
+    def written_on(source: Path, target: Path, most: int) -> int:
+        with source.open("a") as stream:
+            stream.write("line\n")
+        return copy_some(source, target, most)
 
-    writer = threading.Thread(target=write)
-    writer.start()
-    try:
-        with pytest.raises(Exception, match="is being written: submit it when it is complete"):
-            submit_file(file)
-    finally:
-        stop.set()
-        writer.join()
+    monkeypatch.setattr("producer.claims.copy_some", written_on)
+    with pytest.raises(DllmError, match="is being written: submit it when it is complete"):
+        submit_file(file)
     assert list(folders.claimed.iterdir()) == []
     assert ledger.newest() == []
