@@ -95,7 +95,7 @@ def draw(name: str, title: str, text: str) -> None:
 
 def questions(file: Path) -> None:
     """The short prompts of the benchmarks, and two rows that cannot be read."""
-    lines = (ROOT / "benchmarks" / "prompts" / "short.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (ROOT / "worker" / "bench" / "sets" / "short.jsonl").read_text(encoding="utf-8").splitlines()
     prompts = [json.loads(line)["prompt"] for line in lines if line.strip()][:96]
     rows = [json.dumps({"id": f"q{number}", "prompt": prompt}) for number, prompt in enumerate(prompts)]
     rows[7] = rows[7].replace('"prompt"', '"prompt', 1)
