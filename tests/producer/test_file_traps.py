@@ -254,7 +254,9 @@ def test_a_file_without_permission_is_spoken_of_and_taken_when_it_has_it(
     """The superuser may read everything: what the system would say to others is said for it."""
     monkeypatch.setattr("producer.inbox.os.access", lambda file, mode: bool(os.stat(file).st_mode & 0o400))
     with watching():
-        (folders.inputs / "secret.txt").touch(mode=0o000)
+        secret = os.open(folders.inputs / "secret.txt", os.O_CREAT | os.O_WRONLY, 0o000)
+        os.write(secret, b"two\n")
+        os.close(secret)
         wait_until(lambda: any("no permission to read it" in notice.get("reason", "") for notice in notices))
         (folders.inputs / "a.txt").write_text("one\n")
         wait_until(submitted(ledger, 1))
