@@ -29,7 +29,12 @@ class Ended:
     @property
     def tokens(self) -> int:
         """Those that were generated for it."""
-        return self.row.usage.completion_tokens if isinstance(self.row, Completion) and not self.row.cached else 0
+        return self.row.usage.completion_tokens if isinstance(self.row, Completion) and not self.cached else 0
+
+    @property
+    def cached(self) -> bool:
+        """Is its answer one that was given before?"""
+        return isinstance(self.row, Completion) and self.row.cached
 
 
 class Settled(NamedTuple):
@@ -70,16 +75,12 @@ class Files:
 
     def settle(self, ended: Sequence[Ended]) -> Settled:
         durable = [one for *_, one in self._outputs.write([(one.taken.batch, one.row, one) for one in ended])]
-        answered = [one for one in durable if isinstance(one.taken, Taken) and not one.error]
-        tokens = {_job_id(one): one.tokens for one in answered}
-        cached = {_job_id(one) for one in answered if isinstance(one.row, Completion) and one.row.cached}
-        finished = self._intake.finish([one.taken for one in answered if isinstance(one.taken, Taken)], tokens, cached)
+        answered = [(one, one.taken) for one in durable if isinstance(one.taken, Taken) and not one.error]
+        tokens = {taken.job.job_id: one.tokens for one, taken in answered}
+        cached = {taken.job.job_id for one, taken in answered if one.cached}
+        finished = self._intake.finish([taken for _, taken in answered], tokens, cached)
         for one in durable:
             if one.error:
                 self._intake.fail(one.taken, one.error)
         self._outputs.sealed_if_complete(one.taken.batch for one in durable)
         return Settled(finished, sum(tokens.values()))
-
-
-def _job_id(ended: Ended) -> str:
-    return f"{ended.taken.batch}-{ended.taken.index}"

@@ -8,10 +8,9 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from producer.gateway.asking import Choices, prompts_of
+from producer.gateway.asking import Choices
 from producer.gateway.auth import Asking
 from producer.gateway.choices import STREAMED, respond
-from producer.gateway.running import Wanted
 from producer.gateway.service import Here
 
 router = APIRouter(prefix="/v1", tags=["openai"])
@@ -28,11 +27,4 @@ class ChatBody(Choices):
 @router.post("/chat/completions", responses=STREAMED, summary="Answer a conversation")
 async def chat_completions(request: Request, body: ChatBody, here: Here, caller: Asking) -> Response:
     """With `stream`, `chat.completion.chunk` events: a block of text each."""
-    wanted = Wanted(
-        model=here.model(body.model),
-        prompts=prompts_of({"messages": body.messages}),
-        params=body.sampling(here.settings.params),
-        n=body.n or 1,
-        stream=bool(body.stream),
-    )
-    return await respond(request, here, caller, wanted, body, chat=True)
+    return await respond(request, here, caller, body, {"messages": body.messages}, chat=True)

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from contract.jobs import Completion
 from producer.gateway.answers import Answer
-from producer.gateway.asking import Choices
+from producer.gateway.asking import Choices, prompts_of
 from producer.gateway.limits import Caller
 from producer.gateway.running import Running, Wanted, begin, note_end, unless_gone
 from producer.gateway.service import Service
@@ -21,9 +21,19 @@ STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-strea
 
 
 async def respond(
-    request: Request, here: Service, caller: Caller, wanted: Wanted, body: Choices, chat: bool
+    request: Request, here: Service, caller: Caller, body: Choices, asked: dict[str, Any], chat: bool
 ) -> Response:
-    """Raises ApiError for whatever goes wrong before the first word."""
+    """`asked` is what the body asks, as a row of a batch would.
+
+    Raises ApiError for whatever goes wrong before the first word.
+    """
+    wanted = Wanted(
+        model=here.model(body.model),
+        prompts=prompts_of(asked),
+        params=body.sampling(here.settings.params),
+        n=body.n or 1,
+        stream=bool(body.stream),
+    )
     running = await begin(request, here, caller, wanted)
     answer = Answer(running.asked.request, wanted.model, chat, wanted.n)
     if wanted.stream:

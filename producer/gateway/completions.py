@@ -6,10 +6,9 @@ from fastapi import APIRouter, Request
 from pydantic import Field, StrictInt
 from starlette.responses import Response
 
-from producer.gateway.asking import Choices, prompts_of
+from producer.gateway.asking import Choices
 from producer.gateway.auth import Asking
 from producer.gateway.choices import STREAMED, respond
-from producer.gateway.running import Wanted
 from producer.gateway.service import Here
 
 router = APIRouter(prefix="/v1", tags=["openai"])
@@ -26,11 +25,4 @@ class CompletionBody(Choices):
 @router.post("/completions", responses=STREAMED, summary="Answer one prompt or several")
 async def completions(request: Request, body: CompletionBody, here: Here, caller: Asking) -> Response:
     """Choices are those of the first prompt, then those of the next. With `stream`, events as for a chat."""
-    wanted = Wanted(
-        model=here.model(body.model),
-        prompts=prompts_of({"prompt": body.prompt}),
-        params=body.sampling(here.settings.params),
-        n=body.n or 1,
-        stream=bool(body.stream),
-    )
-    return await respond(request, here, caller, wanted, body, chat=False)
+    return await respond(request, here, caller, body, {"prompt": body.prompt}, chat=False)
