@@ -30,22 +30,14 @@ PATIENCE_S = 10.0
 """A client that says nothing for so long is left."""
 
 
-def gauge(name: str, values: Iterable[tuple[Sequence[str], float]]) -> GaugeMetricFamily:
-    """A gauge of `contract.metrics` with a value for each set of labels."""
+def family(name: str, values: Iterable[tuple[Sequence[str], float]]) -> CounterMetricFamily | GaugeMetricFamily:
+    """A counter or gauge of `contract.metrics`, whichever it is there, with a value for each set of labels."""
     metric = METRICS[name]
-    family = GaugeMetricFamily(name, metric.meaning, labels=metric.labels)
+    kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+    found = kind(name, metric.meaning, labels=metric.labels)
     for labels, value in values:
-        family.add_metric(labels, value)
-    return family
-
-
-def counter(name: str, values: Iterable[tuple[Sequence[str], float]]) -> CounterMetricFamily:
-    """The same for what only grows."""
-    metric = METRICS[name]
-    family = CounterMetricFamily(name, metric.meaning, labels=metric.labels)
-    for labels, value in values:
-        family.add_metric(labels, value)
-    return family
+        found.add_metric(labels, value)
+    return found
 
 
 def registry_of(*collectors: Collector) -> CollectorRegistry:

@@ -24,7 +24,7 @@ from contract import checkup, queues
 from contract.errors import DllmError
 from contract.jobs import PRIORITIES
 from contract.ledger import Batch, Ledger
-from contract.monitoring import Family, Monitor, gauge, registry_of
+from contract.monitoring import Family, Monitor, family, registry_of
 from contract.settings import ProducerSettings
 from producer.watcher import Watcher
 
@@ -59,10 +59,10 @@ class Queues(Collector):
         """Called at each scrape, by the thread that answers it."""
         look = self._look()
         age = time.monotonic() - look.at if look else KEPT_S
-        yield gauge("dllm_redis_up", [((), float(age < FRESH_S))])
+        yield family("dllm_redis_up", [((), float(age < FRESH_S))])
         if look and age < KEPT_S:
             for name, values in look.values.items():
-                yield gauge(name, values)
+                yield family(name, values)
         yield from self._disks()
 
     def _look(self) -> Look | None:
@@ -115,8 +115,8 @@ class Queues(Collector):
     def _disks(self) -> Iterator[Family]:
         folders = self._settings.folders
         usage = {one.name: shutil.disk_usage(one) for one in (folders.outputs, folders.logs) if one.exists()}
-        yield gauge("dllm_disk_free_bytes", [((name,), float(found.free)) for name, found in usage.items()])
-        yield gauge("dllm_disk_size_bytes", [((name,), float(found.total)) for name, found in usage.items()])
+        yield family("dllm_disk_free_bytes", [((name,), float(found.free)) for name, found in usage.items()])
+        yield family("dllm_disk_size_bytes", [((name,), float(found.total)) for name, found in usage.items()])
 
 
 def _rows(model: str, batches: Sequence[Batch]) -> Iterator[tuple[Sequence[str], float]]:

@@ -15,7 +15,7 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from contract.metrics import METRICS
-from contract.monitoring import Family, Monitor, counter, gauge, registry_of
+from contract.monitoring import Family, Monitor, family, registry_of
 from contract.settings import WorkerSettings
 from worker.intake import Intake
 from worker.model import Model
@@ -66,37 +66,37 @@ class Standing(Collector):
     def collect(self) -> Iterable[Family]:
         """Called at each scrape, by the thread that answers it."""
         progress = self.progress
-        yield gauge("dllm_worker_ready", [((), float(not self.unready()))])
-        yield gauge("dllm_rows_in_flight", [((), progress.rows)])
-        yield gauge("dllm_output_tokens_per_second", [((), self._rate.of(progress.tokens, time.monotonic()))])
+        yield family("dllm_worker_ready", [((), float(not self.unready()))])
+        yield family("dllm_rows_in_flight", [((), progress.rows)])
+        yield family("dllm_output_tokens_per_second", [((), self._rate.of(progress.tokens, time.monotonic()))])
         for name, total in (
             ("dllm_rows_finished_total", progress.finished),
             ("dllm_output_tokens_total", progress.tokens),
             ("dllm_prompt_tokens_total", progress.prompt_tokens),
             ("dllm_row_forwards_total", progress.forwards),
         ):
-            yield counter(name, [((), total)])
-        yield counter("dllm_rows_failed_total", [((code,), count) for code, count in dict(progress.failures).items()])
+            yield family(name, [((), total)])
+        yield family("dllm_rows_failed_total", [((code,), count) for code, count in dict(progress.failures).items()])
         yield self._step_times()
         if self.intake:
-            yield counter("dllm_row_retries_total", [((), self.intake.tally["retried"])])
-            yield counter("dllm_leases_lost_total", [((), self.intake.tally["lost"])])
+            yield family("dllm_row_retries_total", [((), self.intake.tally["retried"])])
+            yield family("dllm_leases_lost_total", [((), self.intake.tally["lost"])])
         if self.model:
             yield from self._of_the_model(self.model)
 
     def _of_the_model(self, model: Model) -> Iterator[Family]:
         engine = model.engine
         what = [self.worker, *(model.place()[name] for name in ("model", "device", "dtype", "quantize"))]
-        yield gauge("dllm_worker_info", [(what, 1.0)])
-        yield gauge("dllm_rows_in_flight_limit", [((), engine.max_rows)])
+        yield family("dllm_worker_info", [(what, 1.0)])
+        yield family("dllm_rows_in_flight_limit", [((), engine.max_rows)])
         positions = [(("computed",), engine.stats.prefill_positions), (("reused",), engine.reused_positions)]
-        yield counter("dllm_prompt_positions_total", positions)
+        yield family("dllm_prompt_positions_total", positions)
         with contextlib.suppress(RuntimeError):  # a device that is lost tells nothing
-            yield gauge("dllm_gpu_memory_bytes", model.device_memory().items())
+            yield family("dllm_gpu_memory_bytes", model.device_memory().items())
 
     def _step_times(self) -> HistogramMetricFamily:
         metric, times = METRICS["dllm_step_seconds"], self.progress.times
-        family = HistogramMetricFamily(metric.name, metric.meaning, labels=metric.labels)
+        found = HistogramMetricFamily(metric.name, metric.meaning, labels=metric.labels)
         for phase in PHASES:
-            family.add_metric([phase], times.buckets(phase), times.sums[phase])
-        return family
+            found.add_metric([phase], times.buckets(phase), times.sums[phase])
+        return found
