@@ -11,10 +11,7 @@ import pytest
 
 from contract import paths
 from contract.paths import Folders
-
-
-class Crash(BaseException):
-    """The process dies here."""
+from tests.crashing import Crash
 
 
 @pytest.fixture

@@ -21,16 +21,13 @@ from contract.paths import Folders
 from contract.segments import SegmentWriter
 from contract.settings import WorkerSettings
 from tests.conftest import waiting_ids
+from tests.crashing import Crash, dying_at
 from worker.intake import Intake
 
 
 @pytest.fixture(autouse=True)
 def _cleared_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sealing, "SYNCED_S", 0.0)
-
-
-class Crash(BaseException):
-    """The process dies here."""
 
 
 @pytest.fixture
@@ -262,19 +259,8 @@ def test_a_crash_at_any_step_leads_to_the_same_end(
     after: bool,
 ) -> None:
     batch = mixed(kind="txt", source="b.txt", output_format="csv")
-    step, calls = getattr(owner, name), iter(range(100))
-
-    def crashing(*args: Any, **values: Any) -> Any:
-        last = next(calls) == call
-        if last and not after:
-            raise Crash
-        result = step(*args, **values)
-        if last:
-            raise Crash
-        return result
-
     with monkeypatch.context() as dying:
-        dying.setattr(owner, name, crashing)
+        dying_at(owner, name, call, after, dying)
         with pytest.raises(Crash):
             sealing.seal_ready(ledger, folders)
     sealing.seal_ready(ledger, folders)

@@ -29,12 +29,9 @@ from contract.queues import queue
 from contract.settings import ProducerSettings, WorkerSettings, read
 from producer import doctor, report
 from tests.conftest import batch_spec, completion_row, failure_row
+from tests.crashing import Crash, dying_at
 
 ROOT = Path(__file__).parent.parent.parent
-
-
-class Crash(BaseException):
-    """The process dies here."""
 
 
 @pytest.fixture(params=["file", "memory"])
@@ -245,22 +242,6 @@ STEPS: list[tuple[Any, str, int]] = [
     (Ledger, "close", 0),
     (ObjectStore, "clear", 0),
 ]
-
-
-def dying_at(owner: Any, name: str, call: int, after: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The `call`-th call of it is the last thing that happens."""
-    step, calls = getattr(owner, name), iter(range(1000))
-
-    def crashing(*args: Any, **values: Any) -> Any:
-        last = next(calls) == call
-        if last and not after:
-            raise Crash
-        result = step(*args, **values)
-        if last:
-            raise Crash
-        return result
-
-    monkeypatch.setattr(owner, name, crashing)
 
 
 @only_files

@@ -17,10 +17,7 @@ from contract.paths import Folders
 from contract.settings import ProducerSettings
 from producer import claims as module
 from producer.claims import Claims, Look, checked_name, output_stem, slug
-
-
-class Crash(BaseException):
-    """The process died here: nothing that comes after runs, no clean-up either."""
+from tests.crashing import Crash
 
 
 @pytest.fixture
